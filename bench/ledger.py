@@ -66,6 +66,8 @@ def list_trials() -> Iterator[str]:
             continue
         base, rows = ledger["base"], ranked(ledger)
         yield f"{folder}: commit {base['commit']}, {base['device']}, {' '.join(base['flags'])}"
+        for key, design in ledger.get("designs", {}).items():
+            yield from (f"--factors {key}", *design["lines"])
         yield from table(ledger)
         confirmed = [answer for _, answer in rows if answer["stage"] == CONFIRMATION]
         better = sum(answer["text"].startswith("better") for answer in confirmed)

@@ -2,6 +2,7 @@ r"""Does an edit help? Train with and without it, in pairs with equal seeds, and
 
     python -m bench.trial --data-dir data/stdlib --config recipes/demo.json --max-steps 200 \
         --warmup-steps 20 --seeds 3 --confirm 5 --edit my_loss.patch --edit "base --max-lr=0.008"
+    python -m bench.trial --base switches.patch --factors rotary mlp=gelu,relu2 "max_lr*0.7,1.4"
     python -m bench.trial --list
 
 The base is the last commit of this checkout with the flags of `train_gpt2.py` that are passed. The
@@ -14,6 +15,11 @@ demo's model it takes 25 s for each new code and then saves 10 % of a step.
    setting for each of them, of which the best counts.
 2. Confirmation, with `--confirm`: the base and the edits that were better by at least `--least`,
    with seeds from 1001 on that no confirmation has used. Only this gives a verdict.
+
+With `--factors`, all settings are measured by the same runs (`bench.design`): each run has about
+half of them at their second level, and a separate seed. At least eight runs of the base show the
+noise. The answer is each factor's effect with its interval, and the best combination that the
+effects predict, which `--confirm` compares with the base on fresh seeds.
 
 `runs/trials/HASH` has the runs and the ledger of all edits of this base, which `--list` prints.
 The same command continues an interrupted trial.
@@ -37,13 +43,15 @@ from typing import Any, NamedTuple
 
 from runtime.threads import usable_cores
 
+import numpy as np
 import torch
 
-from bench import ledger
+from bench import ledger, statistics
+from bench.factors import Design, describe_effects, plan_design
 from bench.ledger import CONFIRMATION, SCREENING, gain
 from bench.measurement import provenance, run_python, split_flags
 from bench.ruler import check_ruler
-from bench.statistics import MAX_PAIRS, interval, load_stats, pairs_needed, spread, verdict
+from bench.statistics import interval, verdict
 from bench.variants import (
     BASE,
     SAMPLED,
@@ -52,12 +60,20 @@ from bench.variants import (
     Variant,
     build_variants,
     git,
+    read_variants,
     split_edit,
 )
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
-from runtime.cli import PathOrName, check_settings, flag_of, format_duration, run_command
+from runtime.cli import (
+    PathOrName,
+    as_flags,
+    check_settings,
+    flag_of,
+    format_duration,
+    run_command,
+)
 from runtime.device import select_device
 from runtime.errors import FolderInUseError, UserError
 from runtime.files import lock_folder, write_json
@@ -66,6 +82,8 @@ from runtime.files import lock_folder, write_json
 HIGHER = ("_acc", "_acc_norm", "_accuracy", "_tokens_per_second", "_mfu")
 LOWER = ("_loss", "_bpb", "_step_time_ms", "_evaluation_seconds", "_peak_memory_gib")
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
+MIN_BASE_RUNS = 8  # runs of the base that show the noise of a design
+FIRST_SEED = 501  # for a design; the base's seeds start at 1, a confirmation's at 1001
 NTH = ("first", "second", "third", "fourth", "fifth", "another")
 
 
@@ -88,6 +106,13 @@ class TrialConfig:
     0 = only screen."""
     least: float = 0.01
     """Smallest difference of interest, in the unit of --metric."""
+    factors: tuple[str, ...] = ()
+    """Instead of --edit, settings to vary in one design: switches (rotary), two values
+    (mlp=gelu,relu2) or two multiples of the base's value (max_lr*0.7,1.4). All runs serve every
+    effect. --confirm compares the predicted best combination with the base."""
+    runs: int = 32
+    """Runs of --factors: 16 for at most 8 factors, 24 or 32 for at most 12. At least eight runs of
+    the base are added, which show the noise."""
     tune: tuple[str, ...] = ()
     """Settings to tune, such as max_lr: the base and each edit take the best of 0.5, 1 and 2 times
     the value, and at most two steps further. Several are tuned one after the other."""
@@ -107,11 +132,14 @@ class TrialConfig:
         problems = list[str]()
         if self.confirm == 1:
             problems.append("--confirm must be at least 2: a single pair has no interval")
-        if not self.edit and not self.list:
+        if not (self.edit or self.factors or self.list):
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
+        if self.factors and (self.edit or self.tune):
+            fix = "pass what all runs share to --base, and max_lr*0.7,1.4 instead of --tune"
+            problems.append(f"--factors cannot be combined with --edit and --tune: {fix}")
         if self.is_higher_better == (self.lower or f"_{self.metric}".endswith(LOWER)):
             problems.append(f"--metric {self.metric} has no direction: use --higher or --lower")
-        check_settings(self, ("seeds", "jobs", "least"), *problems)
+        check_settings(self, ("seeds", "jobs", "least", "runs"), *problems)
 
     @property
     def is_higher_better(self) -> bool:
@@ -286,15 +314,11 @@ class Trial:
                 self.ledger["edits"][key]["answers"][answer.pop("about")] = answer
         return answers
 
-    def power(self, base: Variant, seeds: Sequence[int]) -> str:
-        """Return a line on the pairs to confirm with; nothing if the base's spread is unknown."""
-        values = [result.value for seed in seeds if not (result := self.result(base, seed)).problem]
-        if not values or math.isinf(deviation := spread(values)):
-            return ""
-        n, least = pairs_needed(values, self.config.least), self.config.least
-        shown = f"{len(values)} runs of the base have a standard deviation of {deviation:.2g}"
-        number = f"--confirm {n}{' or more' * (n == MAX_PAIRS)}"
-        return f"{shown}: {number} shows a difference of {least:g} with a probability of 80 %\n"
+    def base_values(self, base: Variant) -> list[float]:
+        """Return the results of all finished runs of a base, also of earlier trials."""
+        paths = self.folder.glob(f"{base.name}-{base.digest}-seed*[0-9]")
+        seeds = sorted(int(path.name.rpartition("seed")[2]) for path in paths)
+        return [r.value for seed in seeds if not (r := self.result(base, seed)).problem]
 
     def fresh_seeds(self, pairs: Mapping[str, Pair]) -> dict[str, list[int]]:
         """Return the seeds of the confirmation of each pair, and keep them.
@@ -344,7 +368,8 @@ class Trial:
         """Compare two versions with these seeds; return the answer with its numbers."""
         results = [(self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds]
         done = [(base, edit) for base, edit in results if not base.problem + edit.problem]
-        text, names = describe(self.config, stage, results), (BASE, pair[1].name)
+        known = self.base_values(pair[0])
+        text, names = describe(self.config, stage, results, known), (BASE, pair[1].name)
         failures = self.failures.items()  # also of runs that tuned a setting
         if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
             text = f"no verdict: {'; '.join(crashed)}"
@@ -370,6 +395,67 @@ class Trial:
             "higher": self.config.is_higher_better,
         }
 
+    # --- designs ------------------------------------------------------------------------------
+
+    def run_design(self, base: Variant, design: Design) -> None:
+        """Print the effects of a design; with `--confirm`, also try the predicted best combination.
+
+        Both are kept in the ledger.
+        """
+        key = " ".join((*self.config.factors, f"--runs={len(design.variants)}", self.config.metric))
+        answer = self.effects(base, design)
+        print(*answer["lines"], sep="\n", flush=True)
+        with self.changed_ledger():
+            self.ledger.setdefault("designs", {})[key] = answer
+        if not self.config.confirm or not answer.get("best"):
+            return
+        [best] = read_variants([base.changed(**answer["best"])._replace(name="best")])
+        pair = {f"best-{best.digest}": (base, best)}
+        self.keep_edits(base, [" ".join((BASE, *as_flags(answer["best"])))], [best])
+        [found] = self.compare(CONFIRMATION, pair, self.fresh_seeds(pair)).values()
+        lines = [f"best combination: {found['text']}"]
+        if found["half"] is not None:
+            predicted, half = answer["predicted"]
+            measured = f"measured {found['mean']:+.2g} ± {found['half']:.2g}"
+            part = f"{100 * found['mean'] / predicted:.0f} % of the sum of the gains"
+            lines.append(f"predicted {predicted:+.2g} ± {half:.2g}, {measured}: {part}")
+        with self.changed_ledger():
+            self.ledger["designs"][key] = answer | {"lines": answer["lines"] + lines}
+        print(*lines, sep="\n")
+
+    def effects(self, base: Variant, design: Design) -> dict[str, Any]:
+        """Train the runs of a design and of its base; return the answer."""
+        n_base = max(self.config.seeds, MIN_BASE_RUNS)
+        runs = [(base, seed) for seed in range(1, n_base + 1)]
+        runs += [(v, seed) for seed, v in enumerate(design.variants, start=FIRST_SEED)]
+        self.train("design", runs)
+        results = [self.result(*run) for run in runs]
+        done = [result for result in results if not result.problem]
+        failed = [f"{name} failed: {error}" for name, error in self.failures.items()]
+        failed += [result.problem for result in results[:n_base] if result.problem]
+        if len({tuple(result.data) for result in done}) > 1:
+            failed.append("the runs read different data")
+        if failed:
+            return {"lines": [f"no answer: {'; '.join(failed)}"]}
+        values, higher = [result.value for result in results], self.config.is_higher_better
+        answer = describe_effects(design, base, np.array(values[n_base:]), values[:n_base], higher)
+        if len(tokens := {result.tokens for result in done}) > 1:
+            answer["lines"].append(f"runs trained on {min(tokens):,} to {max(tokens):,} tokens")
+        for result, (variant, _) in zip(results, runs, strict=True):
+            if result.problem:
+                levels = " ".join(variant.flags[len(base.flags) :])
+                answer["lines"].append(f"{result.problem}: {levels}")
+        return answer
+
+    def keep_edits(self, base: Variant, texts: Sequence[str], edits: Sequence[Variant]) -> None:
+        """Add edits to the ledger, with the texts that mean them."""
+        with self.changed_ledger():
+            for text, edit in zip(texts, edits, strict=True):
+                key = f"{edit.name}-{edit.digest}"
+                known = self.ledger["edits"].setdefault(key, {"answers": {}})
+                known |= {"edit": text, "name": edit.name, "patch": edit.patch}
+                known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
+
 
 @contextmanager
 def wait_for_lock(folder: Path, name: str, stopped: Event) -> Iterator[None]:
@@ -386,8 +472,17 @@ def wait_for_lock(folder: Path, name: str, stopped: Event) -> Iterator[None]:
         yield
 
 
-def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
-    """Return what the runs of base and edit show, in one line without the edit's name."""
+def describe(
+    config: TrialConfig,
+    stage: str,
+    pairs: Sequence[tuple[Result, Result]],
+    base_values: Sequence[float] = (),
+) -> str:
+    """Return what the runs of base and edit show, in one line without the edit's name.
+
+    All runs of the base, `base_values`, show the noise beside one or two screened differences. An
+    optimizer of the edit may have another noise, so verdicts use only the edit's own pairs.
+    """
     names = "; ".join(result.problem for pair in pairs for result in pair if result.problem)
     done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
     if any(base.problem for base, _ in pairs):
@@ -406,12 +501,15 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     width = f"({n_pairs}{equal}: no interval)"
     if (half := interval(differences)) < math.inf:
         width = f"± {half:.2g} (95 %, {n_pairs})"
-    if names:
-        words = f"not better: {names}; otherwise"
-    elif stage == CONFIRMATION:
-        words = f"{verdict(differences, config.least, config.is_higher_better)}:"
-    else:
-        words = "screened:"
+    words = "screened"
+    if stage == CONFIRMATION:
+        words = verdict(differences, config.least, config.is_higher_better)
+    elif len(done) <= 2 and (noise := statistics.noise_interval(base_values, len(done))) < math.inf:
+        numbers = ", ".join(f"{difference:+.2g}" for difference in differences)
+        width += f"; {numbers}, ± {noise:.2g} by the noise of {len(base_values)} runs of the base"
+    if statistics.hardly_acts(differences, base_values) and words not in ("better", "worse"):
+        words = "hardly acts here"
+    words = f"not better: {names}; otherwise" if names else f"{words}:"
     return f"{words} {config.metric} {before:.5g} → {after:.5g}, {fmean(differences):+.2g} {width}"
 
 
@@ -428,9 +526,9 @@ def main() -> None:
     if config.list:
         print("\n".join(ledger.list_trials()) or f"{ledger.TRIALS} has no trials yet")
         return
-    load_stats()  # raise before the first run if scipy is missing
+    statistics.load_stats()  # raise before the first run if scipy is missing
     sources = [split_edit(edit)[0] for edit in config.edit]
-    print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
+    print("checking the flags", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
         check_ruler(config.metric, base, edits)
@@ -439,15 +537,21 @@ def main() -> None:
         for setting in config.tune:
             for version in (base, *edits):
                 version.scaled(setting, 1)  # raise before the first run
+        if config.confirm == 2:
+            width = "± nine standard deviations of a difference (--confirm 5: ± 1.2)"
+            print(f"note: the interval of --confirm 2 is {width}")
+        if config.factors:
+            design = plan_design(config.factors, config.runs, base)
+            start_trial(config, flags, base, edits).run_design(base, design)
+            return
         trial = start_trial(config, flags, base, edits)
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
         for setting in config.tune:
             pairs = trial.tune(pairs, setting)
         seeds = range(1, config.seeds + 1)
         before = next(iter(pairs.values()))[0]
-        print(known := trial.power(before, seeds), end="", flush=True)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
-        print(known or trial.power(before, seeds), end="", flush=True)
+        print(statistics.plan(trial.base_values(before), config.least), flush=True)
         if config.confirm:
             chosen = {key: pairs[key] for key in pairs if gain(answers[key]) >= config.least}
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
@@ -474,12 +578,9 @@ def start_trial(
     trial = Trial(config, folder, {"edits": {}, "confirmations": {}}, gpus)
     commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD").strip()}
     with trial.changed_ledger():
-        values = trial.ledger
-        values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
-        for text, edit in zip(config.edit, edits, strict=True):
-            known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
-            known |= {"edit": text, "name": edit.name, "patch": edit.patch}
-            known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
+        about = {**commit, **base.conditions, "flags": flags, "patch": config.base}
+        trial.ledger["base"] = about
+    trial.keep_edits(base, config.edit, edits)
     return trial
 
 

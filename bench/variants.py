@@ -37,12 +37,12 @@ HASHED_BYTES = 4_000_000_000  # in one folder; if there are more, files are samp
 SAMPLES, SAMPLE_BYTES, SAMPLED = 256, 4096, " (sampled)"
 PRINT_SETTINGS = """
 import json, sys
-sys.path.insert(0, sys.argv.pop(1))
+sys.path.insert(0, sys.argv[1])
 from runtime.cli import run_command
 from training.resume import parse_config
 def main():
-    config, _ = parse_config(sys.argv[1:])
-    print(json.dumps(config.saved() | {"max_minutes": config.max_minutes}))
+    configs = [parse_config(flags)[0] for flags in json.loads(sys.argv[2])]
+    print(json.dumps([config.saved() | {"max_minutes": config.max_minutes} for config in configs]))
 run_command(main)
 """
 
@@ -77,15 +77,19 @@ class Variant(NamedTuple):
         flags = (*self.flags, *as_flags(settings))
         return self._replace(flags=flags, settings=self.settings | settings)
 
-    def scaled(self, setting: str, factor: float) -> "Variant":
-        """Return the same code with a setting times a factor; min_lr keeps its ratio to max_lr."""
+    def multiple(self, setting: str, factor: float) -> dict[str, Any]:
+        """Return a setting times a factor; min_lr keeps its ratio to max_lr."""
         value = self.settings.get(setting)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             fix = f"pass {flag_of(setting)}"
-            raise UserError(f"--tune {setting} is {value}, not a number above 0: {fix}")
+            raise UserError(f"{setting} is {value}, not a number above 0: {fix}")
         names = (setting, "min_lr") if setting == "max_lr" else (setting,)
         kind = round if isinstance(value, int) else float
-        return self.changed(**{name: kind(self.settings[name] * factor) for name in names})
+        return {name: kind(self.settings[name] * factor) for name in names}
+
+    def scaled(self, setting: str, factor: float) -> "Variant":
+        """Return the same code with a setting times a factor."""
+        return self.changed(**self.multiple(setting, factor))
 
 
 # --- what a run can read ----------------------------------------------------------------------
@@ -209,22 +213,38 @@ def new_variant(
 
     On a CPU, it compiles only with `--compile`.
     """
-    folder, patch = code
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
-    if taken := sorted(given & {flag_of(setting) for setting in SET_BY_TRIAL}):
-        raise UserError(f"leave out {', '.join(taken)}: set by the trial for each run")
-    output = run_python("-P", "-c", PRINT_SETTINGS, folder, *flags)
-    settings = json.loads(output.strip().rpartition("\n")[2])
-    if settings.pop("max_minutes") is not None:
-        raise UserError("leave out --max-minutes: a trial compares equal numbers of --max-steps")
-    device = select_device(settings["device"])
-    if device.type == "cpu" and "--compile" not in flags:
-        flags, settings = ("--no-compile", *flags), settings | {"compile": False}
-    open_shards(settings["data_dir"], "train")  # raise before the first run
-    open_shards(settings["data_dir"], "val")
-    conditions = {"read": hash_what_is_read(folder, settings, hash_of), "threads": THREADS}
-    conditions |= {"device": device_label(device), "versions": provenance()["versions"]}
-    return Variant(name, folder, patch, tuple(flags), settings, conditions)
+    return read_variants([Variant(name, *code, tuple(flags), {}, {})], hash_of)[0]
+
+
+def read_variants(
+    variants: Sequence[Variant], hash_of: Callable[[Path, str], str] = content_hash
+) -> list[Variant]:
+    """Return variants of the same code with the settings that their flags mean in it.
+
+    Raise UserError if a flag or a combination of flags is invalid.
+    """
+    for variant in variants:
+        given = {flag.partition("=")[0].replace("_", "-") for flag in variant.flags}
+        if taken := sorted(given & {flag_of(setting) for setting in SET_BY_TRIAL}):
+            raise UserError(f"leave out {', '.join(taken)}: set by the trial for each run")
+    lines, found = json.dumps([variant.flags for variant in variants]), list[Variant]()
+    output = run_python("-P", "-c", PRINT_SETTINGS, variants[0].code, lines)
+    versions = provenance()["versions"]
+    for variant, settings in zip(variants, json.loads(output.splitlines()[-1]), strict=True):
+        if settings.pop("max_minutes") is not None:
+            raise UserError(
+                "leave out --max-minutes: a trial compares equal numbers of --max-steps"
+            )
+        device, flags = select_device(settings["device"]), variant.flags
+        if device.type == "cpu" and not {"--compile", "--no-compile"} & {*flags}:
+            flags, settings = ("--no-compile", *flags), settings | {"compile": False}
+        open_shards(settings["data_dir"], "train")  # raise before the first run
+        open_shards(settings["data_dir"], "val")
+        read = hash_what_is_read(variant.code, settings, hash_of)
+        conditions = {"read": read, "threads": THREADS, "device": device_label(device)}
+        conditions |= {"versions": versions}
+        found.append(variant._replace(flags=flags, settings=settings, conditions=conditions))
+    return found
 
 
 # --- code -------------------------------------------------------------------------------------

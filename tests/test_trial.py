@@ -15,7 +15,7 @@ from conftest import ROOT, TINY_RUN
 from bench import trial, variants
 from bench.ledger import CONFIRMATION, NAME, SCREENING, gain, list_trials
 from bench.ruler import RULER, check_ruler
-from bench.statistics import interval, pairs_needed, verdict
+from bench.statistics import interval, pairs_needed, plan, verdict
 from bench.trial import Result, Trial, TrialConfig, describe, start_trial
 from bench.variants import (
     BASE,
@@ -59,9 +59,67 @@ def test_interval_is_the_paired_one_of_a_textbook():
 @pytest.mark.parametrize(("effect", "n"), [(0.5, 34), (0.8, 15), (1.0, 10), (2.0, 5)])
 def test_pairs_needed_are_those_of_published_tables(effect, n):
     """One-sample t tests, two-sided at 5 % with 80 % power: G*Power's numbers."""
-    base = [0.0, 1.0]  # a standard deviation of sqrt(1/2), so 1 for differences
-    assert pairs_needed(base, effect) == n
-    assert pairs_needed(base, 0.01) == 1000  # or more
+    deviation = math.sqrt(1 / 2)  # so 1 for differences
+    assert pairs_needed(deviation, effect) == n
+    assert pairs_needed(deviation, 0.01) == 1000  # or more
+
+
+def test_two_pairs_have_an_interval_of_nine_standard_deviations():
+    """The note of `--confirm 2`; five pairs have 1.2."""
+    assert interval([0.0, math.sqrt(2)]) == pytest.approx(9, abs=0.05)
+    five = np.array([1.0, -1.0, 0.5, -0.5, 0.0])
+    assert interval([*five / five.std(ddof=1)]) == pytest.approx(1.2, abs=0.05)
+
+
+def test_a_plan_has_a_range_and_needs_four_runs():
+    assert plan([4.98, 4.99, 5.0], 0.02) == (
+        "3 runs of the base do not show its noise: use --seeds 4 to plan a confirmation"
+    )
+    text = plan([4.98, 4.99, 5.0, 5.01, 4.97], 0.02)
+    assert re.fullmatch(
+        r"5 runs of the base have a standard deviation of 0\.016: --confirm 12 \(6 to 83\) shows a "
+        r"difference of 0\.02 with a probability of 80 %",
+        text,
+    )
+
+
+def test_a_range_of_the_deviation_has_the_true_one_in_95_percent():
+    """The ends of a plan are the pairs needed at the ends of the chi-square interval."""
+    rng, counts = np.random.default_rng(0), []
+    for values in rng.normal(0, 0.015, (300, 8)):
+        low, high = map(int, re.findall(r"\((\d+) to (\d+)\)", plan([*values], 0.02))[0])
+        counts.append(low <= pairs_needed(0.015, 0.02) <= high)
+    assert 0.91 <= np.mean(counts) <= 0.99
+
+
+def test_one_or_two_screened_pairs_stand_beside_the_noise_of_the_base():
+    base = [4.98, 4.99, 5.0, 5.01]
+    pairs = [(result(5.0), result(4.96)), (result(4.98), result(4.96))]
+    half = 3.182 * np.std(base, ddof=1) * math.sqrt(2 / 2)  # Student's t for 3 degrees of freedom
+    shown = f"; -0.04, -0.02, ± {half:.2g} by the noise of 4 runs of the base"
+    text = describe(CONFIG, SCREENING, pairs, base)
+    assert text == "screened: val_loss 4.99 → 4.96, -0.03 ± 0.13 (95 %, 2 pairs)" + shown
+    for stage, more, known in (
+        (CONFIRMATION, pairs, base),
+        (SCREENING, [*pairs, *pairs], base),
+        (SCREENING, pairs, base[:3]),
+    ):
+        assert "by the noise of" not in describe(CONFIG, stage, more, known)
+
+
+def test_differences_far_below_the_noise_hardly_act():
+    base, pairs = (
+        [4.98, 4.99, 5.0, 5.01],
+        [(result(5.0), result(5.001)), (result(4.98), result(4.98))],
+    )
+    for stage in (SCREENING, CONFIRMATION):
+        assert describe(CONFIG, stage, pairs, base).startswith("hardly acts here: val_loss ")
+        far = [*pairs, (result(5.0), result(5.002))]  # above a tenth of 0.0129
+        assert "hardly" not in describe(CONFIG, stage, far, base)
+        assert "hardly" not in describe(CONFIG, stage, pairs, base[:3])
+    steady = replace(CONFIG, least=0.0001)
+    pairs = [(result(5.0), result(5.0 - 0.0005 - 1e-5 * n)) for n in range(5)]
+    assert describe(steady, CONFIRMATION, pairs, base).startswith("better: ")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +218,7 @@ def test_tuning_multiplies_a_setting_and_keeps_the_ratio_of_min_lr():
     assert half.digest != variant().digest == variant().scaled("max_lr", 1.0).digest
     assert variant().scaled("max_steps", 0.5).flags == ("--max-steps=100",)
     for name in ("warmup_steps", "compile", "nothing"):
-        with pytest.raises(ValueError, match=f"--tune {name} is (None|False), not a number above"):
+        with pytest.raises(ValueError, match=f"{name} is (None|False), not a number above"):
             variant().scaled(name, 2.0)
 
 
@@ -832,6 +890,9 @@ def test_killed_trial_continues_and_gives_the_same_answer(
     [
         ([], "--edit is missing: use a .patch, a .json, a folder or worktree"),
         (["--edit=x", "--confirm=1"], "--confirm must be at least 2"),
+        (["--factors=x", "--edit=y"], "--factors cannot be combined with --edit and --tune"),
+        (["--factors=x", "--tune=max_lr"], "max_lr*0.7,1.4 instead of --tune"),
+        (["--factors=x", "--confirm=1"], "--confirm must be at least 2"),
         (["--edit=x", "--metric=accent"], "--metric accent has no direction: use --higher or --lo"),
         (["--edit=x", "--higher"], "--metric val_loss has no direction"),
         (["--edit=no.patch", "--seed=3"], "leave out --seed: set by the trial for each run"),
