@@ -2,7 +2,7 @@ r"""Does an edit help? Train with and without it, in pairs with equal seeds, and
 
     python -m bench.trial --data-dir data/stdlib --config recipes/demo.json --max-steps 200 \
         --warmup-steps 20 --seeds 3 --confirm 5 --edit my_loss.patch --edit "base --max-lr=0.008"
-    python -m bench.trial --base switches.patch --factors rotary mlp=gelu,relu2 "max_lr*0.7,1.4"
+    python -m bench.trial --base edits/modern.patch --factors rotary mlp=gelu,relu2 "max_lr*0.7,1.4"
     python -m bench.trial --list
 
 The base is the last commit of this checkout with the flags of `train_gpt2.py` that are passed. The
@@ -92,13 +92,13 @@ class TrialConfig:
     """Compare edits with the last commit. All other flags are passed to train_gpt2.py."""
 
     edit: tuple[PathOrName, ...] = ()
-    """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
-    checkout, worktree (the uncommitted changes) or base, with flags in the same text, as in
-    "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that the
-    text names, as in "worktree table.json"."""
+    """Edits, each compared with the base: one or more patches, a JSON file of settings, the folder
+    of another checkout, worktree (the uncommitted changes) or base, with flags in the same text, as
+    in "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that
+    the text names, as in "worktree table.json"."""
     base: str | None = None
-    """Patch that the base and the patches and settings of --edit have in common, with flags in the
-    same text."""
+    """Patches that the base and the patches and settings of --edit have in common, with flags in
+    the same text, as in "edits/modern.patch --rotary"."""
     seeds: int = 3
     """Number of pairs to screen each edit with, with the seeds 1, 2, …"""
     confirm: int = 0
@@ -406,7 +406,9 @@ class Trial:
         answer = self.effects(base, design)
         print(*answer["lines"], sep="\n", flush=True)
         with self.changed_ledger():
-            self.ledger.setdefault("designs", {})[key] = answer
+            known = self.ledger.setdefault("designs", {}).get(key, answer)
+            is_same = known["lines"][: len(answer["lines"])] == answer["lines"]
+            self.ledger["designs"][key] = known if is_same else answer  # it may be confirmed
         if not self.config.confirm or not answer.get("best"):
             return
         [best] = read_variants([base.changed(**answer["best"])._replace(name="best")])

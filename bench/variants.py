@@ -155,16 +155,17 @@ def build_variants(
     """
     patches, flags, hash_once = list[str](), (*as_flags(OFF), *flags), cache(content_hash)
     if base is not None:
-        patch, _, base_flags = split_edit(base)
-        patches, flags = [patch], (*flags, *base_flags)
+        patch, more, base_flags = split_edit(base)
+        patches, flags = [patch, *more], (*flags, *base_flags)
     repository = open_repository(folder)
     base_code, base_tree = folder / BASE, copy_code(repository, folder / BASE, patches)
     variants = {BASE: new_variant(BASE, (base_code, ""), flags, hash_once)}
     for edit in edits:
         source, files, own_flags = split_edit(edit)
         path = ROOT if source == WORKTREE else Path(source).absolute()
-        words = own_flags if source == BASE else (Path(source).absolute().stem, *own_flags)
-        name = re.sub(r"\W+", "-", " ".join(words)).strip("-")
+        sources = [source, *(files if path.suffix == ".patch" else ())]
+        stems = [Path(each).absolute().stem for each in sources if each != BASE]
+        name = re.sub(r"\W+", "-", " ".join((*stems, *own_flags))).strip("-")
         if source != BASE and not path.exists():
             raise UserError(f"--edit {edit}: {source} does not exist")
         if name in variants:
@@ -179,7 +180,7 @@ def build_variants(
             kept = {key: value for key, value in settings.items() if key not in skipped}
             own_flags = (*as_flags(kept), *own_flags)
         elif source != BASE:
-            changes: Any = ([], path, files) if path.is_dir() else ([*patches, source],)
+            changes: Any = ([], path, files) if path.is_dir() else ([*patches, *sources],)
             code = folder / name
             patch = patch_between(repository, base_tree, copy_code(repository, code, *changes))
         try:

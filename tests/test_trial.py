@@ -671,6 +671,17 @@ def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
     (tmp_path / "third").mkdir()
     with pytest.raises(ValueError, match=r"--edit warm\.json: unknown flag --cooling"):
         build_variants(None, ("warm.json",), flags, tmp_path / "third")
+    more = write_patch(checkout, "more.patch", "model.py", ("import math", "import math  # why"))
+    (tmp_path / "both").mkdir()
+    [base] = build_variants(f"{more} {patch}", (), flags, tmp_path / "both")
+    assert base.settings["cooling"] == 0.5
+    assert "# why" in (base.code / "model.py").read_text()
+    (tmp_path / "several").mkdir()
+    edits = (f"{patch} {more} --cooling=1",)
+    _, edit = build_variants(None, edits, flags, tmp_path / "several")
+    assert edit.name == "cool-more-cooling-1"
+    assert "+import math  # why" in edit.patch
+    assert edit.settings["cooling"] == 1.0
 
 
 @pytest.mark.slow
