@@ -433,7 +433,7 @@ class Trial:
         self.train("design", runs)
         results = [self.result(*run) for run in runs]
         done = [result for result in results if not result.problem]
-        failed = [f"{name} failed: {error}" for name, error in self.failures.items()]
+        failed = [f"{name} failed: {error}" for name, error in sorted(self.failures.items())]
         failed += [result.problem for result in results[:n_base] if result.problem]
         if len({tuple(result.data) for result in done}) > 1:
             failed.append("the runs read different data")
