@@ -92,10 +92,10 @@ class TrialConfig:
     """Compare edits with the last commit. All other flags are passed to train_gpt2.py."""
 
     edit: tuple[PathOrName, ...] = ()
-    """Edits, each compared with the base: one or more patches, a JSON file of settings, the folder
-    of another checkout, worktree (the uncommitted changes) or base, with flags in the same text, as
-    in "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that
-    the text names, as in "worktree table.json"."""
+    """Edits, each compared with the base: patches, a JSON file of settings, the folder of another
+    checkout, worktree (the uncommitted changes) or base, with flags in the same text, as in
+    "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that the
+    text names, as in "worktree table.json"."""
     base: str | None = None
     """Patches that the base and the patches and settings of --edit have in common, with flags in
     the same text, as in "edits/modern.patch --rotary"."""
