@@ -104,6 +104,8 @@ class TrialConfig:
     confirm: int = 0
     """Number of pairs to confirm edits with that are better by at least --least, with fresh seeds;
     0 = only screen."""
+    confirm_all: bool = False
+    """Confirm all edits that make a difference and whose runs have not failed."""
     least: float = 0.01
     """Smallest difference of interest, in the unit of --metric."""
     factors: tuple[str, ...] = ()
@@ -132,6 +134,8 @@ class TrialConfig:
         problems = list[str]()
         if self.confirm == 1:
             problems.append("--confirm must be at least 2: a single pair has no interval")
+        if self.confirm_all and not self.confirm:
+            problems.append("--confirm-all requires --confirm")
         if not (self.edit or self.factors or self.list):
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
         if self.factors and (self.edit or self.tune):
@@ -555,7 +559,11 @@ def main() -> None:
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
         print(statistics.plan(trial.base_values(before), config.least), flush=True)
         if config.confirm:
-            chosen = {key: pairs[key] for key in pairs if gain(answers[key]) >= config.least}
+            chosen = {
+                key: pairs[key]
+                for key, answer in answers.items()
+                if gain(answer) >= config.least or (config.confirm_all and answer["mean"])
+            }
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
     print(*(f"{edit.name}: {answers[key]['text']}" for key, (_, edit) in pairs.items()), sep="\n")
 

@@ -904,6 +904,7 @@ def test_killed_trial_continues_and_gives_the_same_answer(
         (["--factors=x", "--edit=y"], "--factors cannot be combined with --edit and --tune"),
         (["--factors=x", "--tune=max_lr"], "max_lr*0.7,1.4 instead of --tune"),
         (["--factors=x", "--confirm=1"], "--confirm must be at least 2"),
+        (["--edit=x", "--confirm-all"], "--confirm-all requires --confirm"),
         (["--edit=x", "--metric=accent"], "--metric accent has no direction: use --higher or --lo"),
         (["--edit=x", "--higher"], "--metric val_loss has no direction"),
         (["--edit=no.patch", "--seed=3"], "leave out --seed: set by the trial for each run"),
