@@ -120,7 +120,8 @@ class TrialConfig:
     the value, and at most two steps further. Several are tuned one after the other."""
     metric: str = "val_loss"
     """Number to compare, one that the runs log. Its last value counts, of step_time_ms the mean of
-    all steps but the first: use it with --jobs 1 and --confirm, whose runs are new."""
+    all steps but the first: use it with --jobs 1, --confirm, whose runs are new, and --confirm-all,
+    because a slower edit is not confirmed otherwise."""
     higher: bool = False
     """Larger values of --metric are better, as is known of accuracies, speeds and MFU."""
     lower: bool = False
