@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import os
@@ -5,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from threading import Thread
 
@@ -313,20 +315,30 @@ def test_two_trials_keep_each_others_answers_and_have_their_own_seeds(tmp_path):
     assert json.loads((tmp_path / NAME).read_text())["edits"].keys() == {"a", "b"}
 
 
-def test_a_trial_waits_for_the_run_of_another_and_does_not_train_it_again(tmp_path, capsys):
+class Screen(io.StringIO):
+    """What several threads print; reading removes nothing, as `capsys` would in between."""
+
+    def wait_for(self, words):
+        deadline = time.monotonic() + 600
+        while words not in self.getvalue():
+            assert time.monotonic() < deadline, self.getvalue()
+            time.sleep(0.01)
+
+
+def test_a_trial_waits_for_the_run_of_another_and_does_not_train_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
     wait = "import time\nwhile not Path('go').exists(): time.sleep(0.01)\n"
     starts = f"with open({str(tmp_path / 'starts')!r}, 'a') as file: file.write('x')\n"
     wait = wait.replace("'go'", repr(str(tmp_path / "go")))
     (tmp_path / "train_gpt2.py").write_text(
         FAKE_TRAINING.replace("folder.mkdir", f"{starts}{wait}folder.mkdir")
     )
-    base, shown = variant()._replace(code=tmp_path), ""
+    base = variant()._replace(code=tmp_path)
     trials = [Trial(replace(CONFIG, jobs=1), tmp_path / "runs", {}, []) for _ in range(2)]
     threads = [Thread(target=each.train, args=("screening", [(base, 1)])) for each in trials]
     for thread in threads:
         thread.start()
-    while "waiting: another process is at work" not in shown:
-        shown += capsys.readouterr().out
+    screen.wait_for("waiting: another process is at work")
     (tmp_path / "go").touch()
     for thread in threads:
         thread.join()
@@ -811,18 +823,18 @@ def call(monkeypatch, capsys, *flags):
     return capsys.readouterr().out
 
 
-def test_a_run_that_a_killed_trial_left_behind_is_waited_for(tmp_path, capsys):
+def test_a_run_that_a_killed_trial_left_behind_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
     base, opened = variant(), Trial(replace(CONFIG, jobs=1), tmp_path, {}, [])
-    run_dir, shown = tmp_path / base.run_name(1), ""
+    run_dir = tmp_path / base.run_name(1)
     with lock_folder(run_dir, RUN_LOCK_NAME):
         thread = Thread(target=opened.train, args=("screening", [(base, 1)]))
         thread.start()
-        while f"waiting: another process is at work in {run_dir}: " not in shown:
-            shown += capsys.readouterr().out
+        screen.wait_for(f"waiting: another process is at work in {run_dir}: ")
         (run_dir / "metrics.jsonl").write_text('{"diverged_step": 7}\n')
     thread.join()
     assert opened.failures == {}  # it was not started: it has no code
-    assert ": finished; 1 of 1" in capsys.readouterr().out
+    assert ": finished; 1 of 1" in screen.getvalue()
 
 
 def test_a_run_whose_folder_cannot_be_locked_is_not_waited_for(tmp_path):
