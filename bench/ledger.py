@@ -13,6 +13,7 @@ from bench.statistics import BETTER_BY_CHANCE
 from runtime.files import read_json
 
 TRIALS, NAME = Path("runs/trials"), "ledger.json"
+COMMITTED = Path(__file__).parent / "results/edits"  # the ledger of docs/edits.md
 SCREENING, CONFIRMATION = "screening", "confirmation"
 
 
@@ -59,8 +60,8 @@ def table(ledger: Mapping[str, Any]) -> list[str]:
 
 
 def list_trials() -> Iterator[str]:
-    """Yield the lines of all ledgers."""
-    for folder in sorted(path for path in TRIALS.glob("*") if path.is_dir()):
+    """Yield the lines of all ledgers; without trials of one's own, those of the committed one."""
+    for folder in sorted(path for path in TRIALS.glob("*") if path.is_dir()) or [COMMITTED]:
         if not (ledger := read(folder)):
             yield f"{folder}: not read, because an earlier version made it"
             continue

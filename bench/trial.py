@@ -129,7 +129,8 @@ class TrialConfig:
     jobs: int | None = None
     """Number of runs at the same time; default: one per GPU, else one per core."""
     list: bool = False
-    """Print the ledger of all trials, best first; train nothing."""
+    """Print the ledger of all trials, best first, or the committed one if there are none; train
+    nothing."""
 
     def __post_init__(self) -> None:
         problems = list[str]()
@@ -531,7 +532,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also end the runs
     config, flags = split_flags(TrialConfig)
     if config.list:
-        print("\n".join(ledger.list_trials()) or f"{ledger.TRIALS} has no trials yet")
+        print("\n".join(ledger.list_trials()))
         return
     statistics.load_stats()  # raise before the first run if scipy is missing
     sources = [split_edit(edit)[0] for edit in config.edit]

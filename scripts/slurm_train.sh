@@ -5,7 +5,7 @@
 #
 # The job starts one torchrun per node. Five minutes before the time limit, all ranks save a
 # checkpoint and rank 0 writes the file PREEMPTED to the run's folder. The job is then requeued with
-# the same id, and resumes. After any other end it is not requeued. To resume a run in a new job,
+# the same id, and resumes, as after a node failure. After a crash it is not requeued. To resume a run in a new job,
 # submit the script again with the same NAME.
 #
 # Environment variables, with their defaults:

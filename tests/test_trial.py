@@ -778,6 +778,9 @@ def test_an_edit_must_not_change_how_the_stock_metrics_are_measured(
 
 def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    assert next(list_trials()).startswith(
+        f"{ROOT / 'bench/results/edits'}: commit 9a6a114, AMD EPYC"
+    )
 
     def answer(stage, mean, text, half=None, changed=()):
         numbers = {"mean": mean, "half": half, "higher": False, "metric": "val_loss"}
