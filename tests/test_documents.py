@@ -2,15 +2,19 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forked import free_port
 
 from bench.__main__ import BenchConfig
 from bench.measurement import split_flags
@@ -250,6 +254,43 @@ def test_what_an_earlier_command_writes_can_be_read():
     assert "not taken back" in problem
     assert len(problems_of(text.replace("--data-dir data/new\n```", "--data-dir new\n```"))) == 1
     assert "no attribute 'Gpt'" in problem_of_code("from model import GPT, Gpt")
+
+
+SMALLER = {  # flags that make a command of README.md smaller
+    "demo.py": "",
+    "export.py": "",
+    "train_gpt2.py": "--n-layer=1 --block-size=64 --total-batch-size=256",
+    "bench.trial": "--max-steps=2 --warmup-steps=1 --seeds=1 --n-layer=1 --val-tokens=2048",
+    "sample.py": f"--no-browser --port={free_port()}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="clones the repository")
+def test_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path):
+    """Those that need no network and no GPU. `.ci/run` runs `make demo`."""
+    clone, ran = tmp_path / "clone", []
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    (clone / "mine.txt").write_text(Path(ast.__file__).read_text()[:8_000])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    start = partial(subprocess.Popen, cwd=clone, text=True, env=os.environ | {"PATH": path})
+    stdlib = ["python", "fineweb.py", "--source=stdlib", "--max-tokens=200k"]
+    for words in [stdlib, *commands_of((ROOT / "README.md").read_text(encoding="utf-8"))]:
+        name = words[2] if words[1:2] in (["-m"], ["-c"]) else words[1]
+        if words == stdlib or (
+            words[0] == "python" and name in SMALLER and words[1:] != ["demo.py"]
+        ):
+            words = [*words, *SMALLER.get(name, "").split()]
+        elif words[:2] != ["python", "-c"]:
+            continue
+        ran.append(name)
+        with start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as program:
+            if name == "sample.py":
+                assert program.stdout.readline().startswith("http://127.0.0.1:")
+                program.send_signal(signal.SIGINT)
+            shown = program.communicate()[0]
+        assert program.returncode == 0, (words, shown)
+    assert {*SMALLER} < {*ran}
 
 
 def anchors_of(path):
