@@ -18,16 +18,19 @@ RULER = {  # functions that measure, by file
     "model.py": ("cross_entropy",),
 }
 
+SETTINGS = ("val_tokens", "hellaswag_data")  # what is measured
+
 
 def check_ruler(metric: str, base: Variant, edits: Sequence[Variant]) -> None:
-    """Raise UserError if an edit changes the code that measures a metric of the stock trainer.
+    """Raise UserError if an edit changes how a metric of the stock trainer is measured.
 
     An edit may change it for a metric that the stock trainer does not log.
     """
     expected = ruler(base.code)
     for edit in edits if metric in STANDARD_METRICS else ():
         found = ruler(edit.code)
-        if names := sorted(n for n in expected | found if expected.get(n) != found.get(n)):
+        names = sorted(n for n in expected | found if expected.get(n) != found.get(n))
+        if names := names or [n for n in SETTINGS if base.settings.get(n) != edit.settings.get(n)]:
             changes = f"{edit.name} changes how --metric {metric} is measured ({', '.join(names)})"
             fix = "undo the change, or pass it as a patch to --base, so that both versions have it"
             raise UserError(f"{changes}: {fix}")

@@ -550,6 +550,7 @@ def main() -> None:
             print(f"note: the interval of --confirm 2 is {width}")
         if config.factors:
             design = plan_design(config.factors, config.runs, base)
+            check_ruler(config.metric, base, design.variants[:: config.runs // 2])  # and its mirror
             start_trial(config, flags, base, edits).run_design(base, design)
             return
         trial = start_trial(config, flags, base, edits)

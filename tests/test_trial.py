@@ -773,6 +773,14 @@ def test_an_edit_must_not_change_how_the_stock_metrics_are_measured(
         check_ruler("val_loss", edit, [edit])  # as a patch of the base
 
 
+def test_an_edit_must_not_change_what_the_stock_metrics_are_measured_on():
+    base = variant()._replace(code=ROOT)
+    edit = base.changed(val_tokens=256)
+    check_ruler("my_loss", base, [edit])
+    with pytest.raises(ValueError, match=r"how --metric val_loss is measured \(val_tokens\): undo"):
+        check_ruler("val_loss", base, [base, edit])
+
+
 # --- the command ------------------------------------------------------------------------------
 
 
