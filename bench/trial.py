@@ -97,8 +97,8 @@ class TrialConfig:
     "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that the
     text names, as in "worktree table.json"."""
     base: str | None = None
-    """Patches that the base and the patches and settings of --edit have in common, with flags in
-    the same text, as in "edits/modern.patch --rotary"."""
+    """Patches that the base and all edits have in common, with flags in the same text, as in
+    "edits/modern.patch --rotary"."""
     seeds: int = 3
     """Number of pairs to screen each edit with, with the seeds 1, 2, …"""
     confirm: int = 0

@@ -180,7 +180,7 @@ def build_variants(
             kept = {key: value for key, value in settings.items() if key not in skipped}
             own_flags = (*as_flags(kept), *own_flags)
         elif source != BASE:
-            changes: Any = ([], path, files) if path.is_dir() else ([*patches, *sources],)
+            changes: Any = (patches, path, files) if path.is_dir() else ([*patches, *sources],)
             code = folder / name
             patch = patch_between(repository, base_tree, copy_code(repository, code, *changes))
         try:
@@ -276,7 +276,7 @@ def copy_code(
     source: Path | None = None,
     files: Sequence[str] = (),
 ) -> str:
-    """Copy the last commit with `patches`, or with the changes in the folder `source`.
+    """Copy the last commit, with the changes in the folder `source` and with `patches`.
 
     The changes are the tracked files, new Python files that git does not ignore, and `files`. Links
     lead to what they lead to in the checkout, which is left unchanged.
@@ -302,10 +302,17 @@ def copy_code(
     for patch in patches:
         is_outer = inner and f"b/{inner}".encode() in Path(patch).read_bytes()
         depth = 1 + inner.count("/") * bool(is_outer)
+        apply = partial(run, "apply", "--cached", f"-p{depth}", Path(patch).absolute())
         try:
-            run("apply", "--cached", f"-p{depth}", Path(patch).absolute())
+            apply()
         except UserError as error:
-            raise UserError(f"{patch} does not apply to the last commit: {error}") from None
+            try:
+                apply("--reverse", "--check", "-C0")  # changes may stand beside the patch's lines
+            except UserError:
+                place = (
+                    f"{source}: apply it, then repeat your edit" if source else "the last commit"
+                )
+                raise UserError(f"{patch} does not apply to {place} ({error})") from None
     run("checkout-index", "--all", f"--prefix={target}/")
     for link in filter(Path.is_symlink, target.rglob("*")):
         if not link.exists():

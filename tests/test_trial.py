@@ -728,6 +728,38 @@ def test_worktree_takes_changed_files_and_new_python_files(flags, checkout, tmp_
     assert status.splitlines()[:2] == [" D demo.py", " M ops.py"]
 
 
+@pytest.mark.slow
+def test_worktree_has_the_patches_of_the_base_once(flags, checkout, tmp_path):
+    """A reader's idea is compared on the base, whether or not the checkout has its patches."""
+    base = f"{ROOT / 'edits/modern.patch'} --rotary --qk-norm"
+    idea = ("    n_queries, n_keys = q.size(2), k.size(2)\n", "    q = 1.5 * q\n")
+
+    def built(name):
+        (tmp_path / name).mkdir()
+        return build_variants(base, ["worktree"], flags, tmp_path / name)[1]
+
+    text = (checkout / "model.py").read_text()
+    (checkout / "model.py").write_text(text.replace(idea[0], idea[1] + idea[0]))
+    with pytest.raises(
+        ValueError, match=r"modern\.patch does not apply to .*checkout: apply it, th"
+    ):
+        built("beside")
+    (checkout / "model.py").write_text(text)
+    (checkout / "lr_schedule.py").open("a").write("IDEA = 1\n")
+    edit = built("elsewhere")
+    assert re.findall(r"^[+-][^+-].*", edit.patch, re.MULTILINE) == ["+IDEA = 1"]
+    subprocess.run(["git", "apply", ROOT / "edits/modern.patch"], cwd=checkout, check=True)
+    assert built("applied").digest == edit.digest
+    text = (checkout / "model.py").read_text()
+    (checkout / "model.py").write_text(text.replace(idea[0], idea[1] + idea[0]))
+    edit = built("on top")
+    assert edit.settings["rotary"]
+    assert re.findall(r"^[+-][^+-].*", edit.patch, re.MULTILINE) == [
+        "+IDEA = 1",
+        "+    q = 1.5 * q",
+    ]
+
+
 # --- the ruler --------------------------------------------------------------------------------
 
 
