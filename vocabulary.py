@@ -59,6 +59,10 @@ class Vocabulary:
         counts[self.n_own] = self.n_shared
         return counts
 
+    def computed_config(self, config: GPTConfig) -> GPTConfig:
+        """Return the dimensions of the running model, in which the shared row is one id."""
+        return replace(config, vocab_size=self.n_own + 1)
+
     def divide_gradient(self, weight: Tensor, ranks: Ranks) -> Callable[..., None]:
         """Return an optimizer pre-step hook for the gradient of the LM head, (n_rows, C)."""
         factors = ranks.shard(self.counts.rsqrt()[:, None].to(weight.device), weight)
@@ -143,7 +147,7 @@ class TextLoss(Loss):
     def __init__(self, model: GPT, chunks: int, vocabulary: Vocabulary, rows: Tensor) -> None:
         counts = vocabulary.counts.to(rows.device)
         head: Any = DividedHead(model.lm_head, counts.rsqrt()[:, None])
-        config = replace(model.config, vocab_size=vocabulary.n_own + 1)
+        config = vocabulary.computed_config(model.config)
         super().__init__(model.transformer, head, config, chunks)
         self.rows, self.log_counts = rows, counts.log()
 

@@ -121,8 +121,13 @@ def test_evaluations_are_those_of_the_whole_vocabulary(data, tmp_path, double):
         loss = full(inputs, counted).loss.item()
         assert running(inputs, counted).loss.item() == pytest.approx(loss, abs=1e-9)
 
+
+def test_hellaswag_is_scored_with_the_whole_vocabulary(data, tmp_path):
+    _, text = trainers(data, tmp_path)
     vars(text.run)["hellaswag"] = load_examples(HELLASWAG)[:8]  # `Run` is frozen
     scores = run_evaluation(score_hellaswag, text)
+    full = GPT(text.run.model_config)
+    copy_state(text.run.vocabulary.expand(model_state(text.raw_model)), full, "test")
     text.raw_model = full
     assert scores == run_evaluation(score_hellaswag, text)
 
