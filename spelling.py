@@ -23,8 +23,8 @@ def share_by_spelling(
     The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
     `factor` times a weighted sum of the gradients of all tokens that share parts of its spelling.
     The model stays a GPT-2, and the hook has no state to save. All ranks must call it; each
-    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids, or the rows
-    of a vocabulary; ids that share a row are left out.
+    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids, or with a
+    vocabulary's rows, of which the shared row is left out.
     """
     if vocabulary is None and len(embedding) < VOCAB_SIZE:
         raise UserError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")

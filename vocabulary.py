@@ -8,7 +8,7 @@ each id, but a step computes fewer logits:
 - The shared row's gradient is the sum over K ids. The backward pass divides it by √K, so that it
   counts K times in the gradient's norm, and `divide_gradient` divides it by √K again.
 
-Ids outside of the model are always GPT-2's, and checkpoints have a row for each.
+The inputs, targets and logits of the model have GPT-2's ids, and checkpoints have a row for each.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,23 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from corpus.shards import TokenShards
-from model import (
-    GPT,
-    IGNORE_INDEX,
-    VOCAB_MULTIPLE,
-    Embeddings,
-    GPTConfig,
-    Linear,
-    Loss,
-    Transformer,
-    lm_logits,
-)
+from model import GPT, IGNORE_INDEX, VOCAB_MULTIPLE, GPTConfig, Linear, Loss, lm_logits
 from parallel import Ranks
 from runtime.errors import UserError
 
-PIECE = 1 << 24  # tokens that are read and counted at once
+TOKENS_AT_ONCE = 1 << 24  # tokens that are read and counted together
 BY_ID = ("transformer.wte.weight", "lm_head.weight")  # ends of names of tensors with a row per id
-TOLERANCE = 1e-3  # relative difference of rows that count as equal: rounding adds up
+TOLERANCE = 1e-3  # relative difference up to which rows are equal: rounding adds up
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +39,11 @@ class Vocabulary:
     """(padded_vocab_size,) int64 row of each id."""
     n_own: int
     """Number of ids of the text, and index of the shared row."""
-    n_shared: int
-    """Number of ids that share a row: K."""
 
     @property
     def counts(self) -> Tensor:
-        """Number of ids for each row: (n_rows,) float32."""
-        counts = torch.ones(len(self.ids))
-        counts[self.n_own] = self.n_shared
-        return counts
-
-    def computed_config(self, config: GPTConfig) -> GPTConfig:
-        """Return the dimensions of the running model, in which the shared row is one id."""
-        return replace(config, vocab_size=self.n_own + 1)
+        """Number of ids for which each row stands, (n_rows,) int64; 1 for unused padding."""
+        return torch.bincount(self.rows, minlength=len(self.ids)).clamp(min=1)
 
     def divide_gradient(self, weight: Tensor, ranks: Ranks) -> Callable[..., None]:
         """Return an optimizer pre-step hook for the gradient of the LM head, (n_rows, C)."""
@@ -74,23 +56,21 @@ class Vocabulary:
         return divide
 
     def expand(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors: those of the running model, with a row for each id."""
+        """Return tensors of the running model with a row for each id, as a checkpoint has them."""
         return {n: x[self.rows] if _is_by_id(n, x, self.ids) else x for n, x in tensors.items()}
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the running model from a checkpoint's.
+        """Return a checkpoint's tensors with the rows of the running model.
 
         Raise UserError if the rows of the ids that share one are not equal.
         """
-        selected = dict(tensors)
-        for name, tensor in tensors.items():
-            if _is_by_id(name, tensor, self.rows):
-                shared = tensor[self.rows == self.n_own]
-                if (shared - shared[0]).abs().max() > TOLERANCE * shared[0].abs().max():
-                    problem = f"{name} has different rows for ids that the text does not have"
-                    raise UserError(f"{problem}: use --vocabulary gpt2")
-                selected[name] = tensor[self.ids]
-        return selected
+        by_id = {name: x for name, x in tensors.items() if _is_by_id(name, x, self.rows)}
+        for name, tensor in by_id.items():
+            shared = tensor[self.rows == self.n_own]
+            if (shared - shared[0]).abs().max() > TOLERANCE * shared[0].abs().max():
+                problem = f"{name} has different rows for ids that the text does not have"
+                raise UserError(f"{problem}: use --vocabulary gpt2")
+        return {**tensors, **{name: tensor[self.ids] for name, tensor in by_id.items()}}
 
 
 def _is_by_id(name: str, tensor: Tensor, rows: Tensor) -> bool:
@@ -100,9 +80,9 @@ def _is_by_id(name: str, tensor: Tensor, rows: Tensor) -> bool:
 
 def text_vocabulary(shards: TokenShards, config: GPTConfig) -> Vocabulary | None:
     """Return the vocabulary of a text; None if the text has every id."""
-    counts = np.zeros(1 << 16, np.int64)  # of each uint16; the loader raises if an id is too large
-    for start in range(0, shards.total_tokens, PIECE):
-        counts += np.bincount(shards.read(start, PIECE), minlength=len(counts))
+    counts = np.zeros(1 << 16, np.int64)  # the loader raises if an id is too large
+    for start in range(0, shards.total_tokens, TOKENS_AT_ONCE):
+        counts += np.bincount(shards.read(start, TOKENS_AT_ONCE), minlength=len(counts))
     is_own = torch.from_numpy(counts[: config.vocab_size] > 0)
     own, others = is_own.nonzero().squeeze(1), (~is_own).nonzero().squeeze(1)
     if not len(others):
@@ -112,19 +92,7 @@ def text_vocabulary(shards: TokenShards, config: GPTConfig) -> Vocabulary | None
     ids[: len(own)], ids[len(own)] = own, others[0]
     rows = torch.full((config.padded_vocab_size,), len(own))
     rows[own], rows[config.vocab_size :] = torch.arange(len(own)), len(own) + 1
-    return Vocabulary(ids, rows, len(own), len(others))
-
-
-class TextEmbeddings(Embeddings):
-    """Embeddings that look up the rows of GPT-2's ids."""
-
-    def __init__(self, transformer: Transformer, rows: Tensor) -> None:
-        super().__init__(transformer)
-        self.rows = rows
-
-    def forward(self, idx: Tensor, past: int) -> Tensor:
-        """Embed (B, T) ids: (B, T, C)."""
-        return super().forward(self.rows[idx], past)
+    return Vocabulary(ids, rows, len(own))
 
 
 class DividedHead:
@@ -147,7 +115,7 @@ class TextLoss(Loss):
     def __init__(self, model: GPT, chunks: int, vocabulary: Vocabulary, rows: Tensor) -> None:
         counts = vocabulary.counts.to(rows.device)
         head: Any = DividedHead(model.lm_head, counts.rsqrt()[:, None])
-        config = vocabulary.computed_config(model.config)
+        config = replace(model.config, vocab_size=vocabulary.n_own + 1)
         super().__init__(model.transformer, head, config, chunks)
         self.rows, self.log_counts = rows, counts.log()
 
@@ -160,9 +128,7 @@ class TextLoss(Loss):
         is_counted = targets != IGNORE_INDEX
         rows = self.rows[targets.clamp(min=0)]
         loss = super().forward(x, rows.masked_fill(~is_counted, IGNORE_INDEX))
-        # Training has no such targets.
-        is_shared = (rows == self.config.vocab_size - 1) & is_counted
-        return loss + self.log_counts.max() * is_shared.sum() / is_counted.sum()
+        return loss + (self.log_counts[rows] * is_counted).sum() / is_counted.sum()
 
 
 class TextGPT(GPT):
@@ -177,7 +143,7 @@ class TextGPT(GPT):
         ids, self.rows = (x.to(wte.weight.device) for x in (vocabulary.ids, vocabulary.rows))
         kept = {p: nn.Parameter(p.detach()[ids]) for p in (wte.weight, lm_head.weight)}
         wte.weight, lm_head.weight = kept[wte.weight], kept[lm_head.weight]
-        self.embed = TextEmbeddings(self.transformer, self.rows)
+        self.embed.register_forward_pre_hook(lambda _, args: (self.rows[args[0]], *args[1:]))
         self.loss = TextLoss(self, loss_chunks, vocabulary, self.rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

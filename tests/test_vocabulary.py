@@ -214,4 +214,4 @@ def test_a_text_with_every_id_needs_no_shared_row(tmp_path):
     assert text_vocabulary(open_shards(tmp_path, "train"), GPTConfig()) is None
     np.save(tmp_path / "train.npy", np.arange(50_256, dtype=np.uint16))
     vocabulary = text_vocabulary(open_shards(tmp_path, "train"), GPTConfig())
-    assert (vocabulary.n_own, vocabulary.n_shared, len(vocabulary.ids)) == (50_256, 1, 50_304)
+    assert (vocabulary.n_own, len(vocabulary.ids)) == (50_256, 50_304)

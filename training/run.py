@@ -58,13 +58,6 @@ class Run:
     """Signals that this process received."""
 
     @property
-    def computed_config(self) -> GPTConfig:
-        """Dimensions of the model that a step computes: `model_config`, or with fewer ids."""
-        if self.vocabulary is None:
-            return self.model_config
-        return self.vocabulary.computed_config(self.model_config)
-
-    @property
     def val_fingerprint(self) -> str:
         """Fingerprint of the validation split, with the windows if they are only a part."""
         config = self.config

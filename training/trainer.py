@@ -114,7 +114,7 @@ class Trainer:
         check_optimizers(self.raw_model, self.optimizers)
         run = self.run
         self.settings = GroupSettings(self.optimizers)
-        self.run_log = RunLog(run.folder, run.config, run.device, run.computed_config)
+        self.run_log = RunLog(run.folder, run.config, run.device, self.raw_model.loss.config)
         self.writer = CheckpointWriter(
             run.folder / "checkpoints" if is_main() else None,
             run.config.keep_checkpoints,
