@@ -260,6 +260,8 @@ def training_loss(logits: Tensor, targets: Tensor, config: GPTConfig) -> Tensor:
 class Loss(nn.Module):
     """Last LayerNorm, LM head and loss; a module, so that it can be compiled alone."""
 
+    lm_logits = staticmethod(lm_logits)  # overridden in vocabulary.py
+
     def __init__(
         self, transformer: Transformer, lm_head: Linear, config: GPTConfig, chunks: int
     ) -> None:
@@ -283,7 +285,7 @@ class Loss(nn.Module):
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of (N, C) hidden states and their (N,) targets."""
-        logits = lm_logits(hidden, weight)
+        logits = self.lm_logits(hidden, weight)
         if self.training:
             return training_loss(logits, targets, self.config)
         return cross_entropy(logits, targets, self.config.vocab_size)

@@ -12,19 +12,26 @@ from torch.nn import functional as F
 from parallel import Ranks
 from runtime.errors import UserError
 from tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
+from vocabulary import Vocabulary
 
 
-def share_by_spelling(embedding: nn.Parameter, factor: float, ranks: Ranks) -> Callable[..., None]:
+def share_by_spelling(
+    embedding: nn.Parameter, factor: float, ranks: Ranks, vocabulary: Vocabulary | None = None
+) -> Callable[..., None]:
     """Return an optimizer pre-step hook that shares gradients between similarly spelled tokens.
 
     The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
     `factor` times a weighted sum of the gradients of all tokens that share parts of its spelling.
     The model stays a GPT-2, and the hook has no state to save. All ranks must call it; each
-    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids.
+    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids, or with a
+    vocabulary's rows, of which the shared row is left out.
     """
-    if len(embedding) < VOCAB_SIZE:
+    if vocabulary is None and len(embedding) < VOCAB_SIZE:
         raise UserError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
     (ids, parts), weights = map(torch.from_numpy, spelling_features())
+    if vocabulary is not None:
+        ids = vocabulary.rows[ids]
+        ids, parts, weights = (x[ids < vocabulary.n_own] for x in (ids, parts, weights))
     sums = []  # over the ids of each part, then over the parts of each id
     for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):
         order = rows.argsort(stable=True)

@@ -34,6 +34,7 @@ from spelling import share_by_spelling
 from time_limit import fit_max_minutes
 from training.run import Run, start_run
 from training.trainer import Numbers, Trainer
+from vocabulary import TextGPT
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -78,7 +79,8 @@ def build(run: Run) -> Trainer:
 def build_model(run: Run) -> GPT:
     """Build the raw model, with new weights or the weights of the `--init-from` model."""
     torch.manual_seed(run.config.seed)  # the same initial weights on every rank
-    model = run.ranks.build(partial(GPT, run.model_config, run.loss_chunks), unit=Block)
+    gpt = GPT if run.vocabulary is None else partial(TextGPT, run.vocabulary)
+    model = run.ranks.build(partial(gpt, run.model_config, run.loss_chunks), unit=Block)
     checkpoint_activations(model.transformer.h, run.config.activation_checkpointing)
     if run.config.init_from is not None and run.resumed is None:
         with raise_on_all_ranks():
@@ -152,8 +154,11 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
     adamw = AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=True)
     if config.spelling_share:
         wte = model.get_parameter("transformer.wte.weight")
-        share = share_by_spelling(wte, config.spelling_share, run.ranks)
+        share = share_by_spelling(wte, config.spelling_share, run.ranks, run.vocabulary)
         adamw.register_step_pre_hook(share)  # changes the gradient of `wte`
+    if run.vocabulary is not None:
+        divide = run.vocabulary.divide_gradient(model.lm_head.weight, run.ranks)
+        adamw.register_step_pre_hook(divide)
     return [*optimizers, adamw]
 
 

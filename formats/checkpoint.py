@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from formats.code_hashes import code_hashes
 from formats.metrics import validations
-from formats.tensors import check_tensors, find_nonfinite, read_tensors
+from formats.tensors import Tensors, check_tensors, find_nonfinite, read_tensors
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
@@ -124,6 +124,8 @@ class CheckpointWriter:
     """The processes that share the state."""
     on_failed: Callable[[], object] = lambda: None
     """Called in the thread if the code, and not the disk, failed while a checkpoint was saved."""
+    expand: Callable[[Tensors], dict[str, Tensor]] = dict
+    """Returns the tensors to save from the running model's and its optimizers'."""
     error: Exception | None = None
     """Error that prevented the last checkpoint from being saved; None if it was saved."""
 
@@ -203,7 +205,7 @@ class CheckpointWriter:
         try:
             with write_folder(path) as folder:
                 for name, tensors in copies.items():
-                    save_file(tensors, folder / name)
+                    save_file(self.expand(tensors), folder / name)
                 write_json(folder / STATE_NAME, asdict(state))
                 files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
                 manifest = {"format": CHECKPOINT_FORMAT, "files": files}
@@ -415,11 +417,13 @@ def load_checkpoint(
     scaler: torch.amp.GradScaler,
     own: dict[str, Tensor | float],
     ranks: Ranks = SINGLE_PROCESS,
+    select: Callable[[Tensors], dict[str, Tensor]] = dict,
 ) -> None:
     """Restore the model, optimizers, loss scaler, `Trainer.state` and this rank's generators.
 
     Every process must call this. The optimizers' hyperparameters (`param_groups`) are left
-    unchanged. Hashes are not checked here: see `verify_checkpoint`.
+    unchanged. Hashes are not checked here: see `verify_checkpoint`. `select` reverses
+    `CheckpointWriter.expand`.
     """
     path, state = checkpoint
     with raise_on_all_ranks():
@@ -429,9 +433,9 @@ def load_checkpoint(
             problem = f"{path} was trained with {trained}, but this run builds {builds}"
             new_run = f"start a new run with {shell_line('--init-from', path)}"
             raise UserError(f"{problem}: use the same --optimizer, or {new_run}")
-        copy_state(read_tensors(path / MODEL_NAME), model, path, ranks)
+        copy_state(select(read_tensors(path / MODEL_NAME)), model, path, ranks)
         warn_if_code_changed(path, state)
-        values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
+        values = select(read_tensors(path / OPTIMIZER_NAME)) | state.optimizer_values
         saved = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
         _load_own(own, saved | state.own, path, ranks)
     _load_optimizers(values, model, optimizers, ranks)

@@ -38,7 +38,7 @@ def write_run(run_dir, steps, val_every=0, hellaswag_every=0, total=10042, loss_
 def new_log(run_dir, start_step=0, **settings):
     """The log of a run of ten steps; its settings can be others."""
     config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
-    log = RunLog(run_dir, config, find_device(config, DistInfo()))
+    log = RunLog(run_dir, config, find_device(config, DistInfo()), config.model_config())
     log.start_at(start_step, start_step * config.total_batch_size)
     return log
 

@@ -17,7 +17,7 @@ FLOORS = (
     ("formats",),
     ("corpus",),
     (
-        *("dataloader", "optimizers", "spelling"),
+        *("dataloader", "optimizers", "spelling", "vocabulary"),
         *("hellaswag", "sample", "web", "export", "plot", "report"),
     ),
     ("training",),

@@ -146,7 +146,7 @@ OTHER_VALUES = {  # of every flag, than those of `tiny_flags`
     **{"logger": ["tensorboard"], "hellaswag_data": "a.jsonl", "micro_batch_size": 2},
     **{"loss_chunks": 3, "activation_checkpointing": "full", "parallel": "fsdp"},
     **{"reshard_after_forward": False, "cpu_offload": True, "device": "cuda", "dtype": "bfloat16"},
-    **{"cpu_attention": "blocks"},
+    **{"cpu_attention": "blocks", "vocabulary": "text"},
     **{"deterministic": True, "compile": True, "step_timeout": 3.0, "out_dir": "other"},
 }
 TOGETHER = {"cpu_offload": ["--parallel=fsdp"]}

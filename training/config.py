@@ -92,6 +92,10 @@ class TrainConfig:
     init_from: PathOrName | None = None
     """Start from the weights of a model, in its size: a run, a checkpoint, a Hugging Face folder or
     a GPT-2 on the hub (gpt2, OWNER/NAME)."""
+    vocabulary: Literal["gpt2", "text"] = "gpt2"
+    """Rows of the embeddings in training: gpt2, one for each of GPT-2's token ids; or text, one for
+    each id in the training text and one that all other ids share. The shared row is trained like
+    equal rows, in less time. Checkpoints have all rows."""
 
     max_minutes: float | None = None
     """Train for about this many minutes: time a few steps, then set --max-steps to match. A resumed
@@ -213,6 +217,8 @@ class TrainConfig:
                 yield f"--run-name {name!r} must be a plain folder name"
         if self.cpu_offload and self.parallel != "fsdp":
             yield "--cpu-offload requires --parallel fsdp"
+        if self.vocabulary == "text" and self.init_from is not None:
+            yield "--vocabulary text requires new weights: leave it out, or leave out --init-from"
         if self.gpu not in GPUS:
             yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:

@@ -29,6 +29,7 @@ from training.memory import Device, find_device, split_batch
 from training.plan import describe_plan, print_plan
 from training.resume import parse_config
 from training.stopping import StopRequest
+from vocabulary import Vocabulary, text_vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Run:
     loss_chunks: int
     train_shards: TokenShards
     val_shards: TokenShards
+    vocabulary: Vocabulary | None
+    """Rows of the running model with `--vocabulary text`; None: GPT-2's."""
     hellaswag: Sequence[Example]
     folder: Path
     stop: StopRequest
@@ -133,18 +136,20 @@ def open_run(
     with stop, lock_run_folder(config, resumed) as folder, explain_failures(folder, config, stop):
         split = split_batch(config, device)
         start_step = resumed.state.step if resumed else 0
+        model_config, is_text = config.model_config(), config.vocabulary == "text"
         print0(describe_plan(config, device, split, splits[0], start_step))
         yield Run(
             config=config,
             ranks=choose_ranks(config, dist_info, device.dtype),
             resumed=resumed,
-            model_config=config.model_config(),
+            model_config=model_config,
             device=device,
             dtype=device.dtype,
             compiles=config.compile and can_compile(dist_info),
             **split._asdict(),
             train_shards=splits[0],
             val_shards=splits[1],
+            vocabulary=text_vocabulary(splits[0], model_config) if is_text else None,
             hellaswag=examples_or_none(config.hellaswag_data) if config.hellaswag_every else [],
             folder=folder,
             stop=stop,

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from formats.metrics import LOG_METRICS, METRICS_NAME, STANDARD_METRICS
+from model import GPTConfig
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0
@@ -41,6 +42,8 @@ class RunLog:
     run_dir: Path
     config: TrainConfig
     device: Device
+    model_config: GPTConfig
+    """Dimensions of the model that a step computes, for its MFU."""
 
     def __post_init__(self) -> None:
         self.start_at(0, 0)
@@ -58,7 +61,7 @@ class RunLog:
         names = self.config.logger if is_main() else ()
         settings = self.config.saved() | {"warmup_steps": self.config.warmup}
         self._trackers = Trackers(names, self.run_dir, settings, self.start_step)
-        flops = flops_per_token(self.config.model_config())
+        flops = flops_per_token(self.model_config)
         peak = peak_flops(self.device.name, float32=self.device.dtype == torch.float32)
         world = self.device.dist_info.world_size
         self._mfu = partial(mfu, flops_per_token=flops, device_peak_flops=peak, world_size=world)

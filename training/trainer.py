@@ -114,13 +114,14 @@ class Trainer:
         check_optimizers(self.raw_model, self.optimizers)
         run = self.run
         self.settings = GroupSettings(self.optimizers)
-        self.run_log = RunLog(run.folder, run.config, run.device)
+        self.run_log = RunLog(run.folder, run.config, run.device, self.raw_model.loss.config)
         self.writer = CheckpointWriter(
             run.folder / "checkpoints" if is_main() else None,
             run.config.keep_checkpoints,
             self.run_log.saved,
             run.ranks,
             run.stop.request,
+            expand=dict if run.vocabulary is None else run.vocabulary.expand,
         )
         self._unread = deque[tuple[Numbers, int]]()  # numbers of the last steps, tokens seen
         self._unused = dict[str, nn.Parameter]()  # parameters without a gradient so far
@@ -131,7 +132,8 @@ class Trainer:
         self.start_step, self.batches.position = resumed.state.step, resumed.state.position
         self.run_log.start_at(self.start_step, self.batches.tokens_seen)
         model, own, ranks = self.raw_model, self.state, self.run.ranks
-        checkpoint.load_checkpoint(resumed, model, self.optimizers, self.scaler, own, ranks)
+        select = dict if self.run.vocabulary is None else self.run.vocabulary.select
+        checkpoint.load_checkpoint(resumed, model, self.optimizers, self.scaler, own, ranks, select)
         self.settings.load_state(resumed.state.optimizer_groups)
         print0(f"resumed from {resumed.path}")
 
