@@ -53,6 +53,8 @@ class SampleConfig:
     score: Path | None = None
     """Instead of sampling, print the loss of the text in this file: nats per token, bits per byte,
     tokens."""
+    stride: int | None = None
+    """With --score, number of tokens by which the window moves; default: half of the context."""
     copies: bool = False
     """After the samples, print how much of them is copied from the run's training text, and the
     longest passage; with --web, search a training text of any size."""
@@ -95,7 +97,7 @@ class SampleConfig:
             problems.append("--compare-to requires --web")
         if "" in self.stop:  # true for any str, and for a list with an empty text
             problems.append("--stop must be a list of texts, none of them empty")
-        above_zero = ("num_samples", "max_new_tokens", "top_p", "port")
+        above_zero = ("num_samples", "max_new_tokens", "top_p", "port", "stride")
         check_settings(self, above_zero, *problems, at_most_1=("top_p",))
 
 
@@ -120,7 +122,7 @@ def main() -> None:
         return
     model, checkpoint = load_with_state(source, device)
     if config.score is not None:
-        print(describe_loss(model, config.score, options["dtype"]))
+        print(describe_loss(model, config.score, options["dtype"], config.stride))
         settings = checkpoint.state.train_config if checkpoint else {}
         dataset = Manifest.load(Path(settings.get("data_dir", "")))
         files = dataset.source.get("files", ()) if dataset and config.score.is_file() else ()
@@ -233,11 +235,11 @@ def describe_copies(rows: Sequence[Sequence[int]], prompt: str, training_text: T
     return text
 
 
-def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
+def describe_loss(model: GPT, path: Path, dtype: torch.dtype, stride: int | None = None) -> str:
     """Return a text file's loss in nats per token and bits per byte, and its number of tokens."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        loss = text_loss(model, text, dtype)
+        loss = text_loss(model, text, dtype, stride=stride)
     except (UnicodeDecodeError, UserError) as error:
         raise UserError(f"--score {path}: {error}") from None
     if "<|endoftext|>" in text:

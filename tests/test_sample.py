@@ -298,12 +298,34 @@ def test_text_loss_is_the_mean_over_windows_of_the_context(monkeypatch):
     monkeypatch.setattr(generation, "SCORED_TOKENS", 2 * 16 + 1)
     monkeypatch.setattr(sys, "stderr", Terminal())
     model.transformer.wte.register_forward_hook(lambda _, args, out: shapes.append(args[0].shape))
-    loss = text_loss(model, gpt2_encoding().decode(ids))
+    loss = text_loss(model, gpt2_encoding().decode(ids), stride=16)
     assert shapes == [(2, 16), (1, 5)]  # bounded memory
     assert "scoring:   0%|          | 0/2" in sys.stderr.getvalue()
     assert loss == pytest.approx(sum(losses) / 37, rel=1e-5)
     with pytest.raises(ValueError, match="2 tokens or more, but 'Once' has 1"):
         text_loss(model, "Once")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize(("stride", "n_ids"), [(None, 38), (None, 41), (5, 38), (1, 30), (8, 12)])
+def test_text_loss_predicts_each_token_from_the_tokens_before_it(stride, n_ids, tmp_path):
+    """After the first window, from at least 16 - stride + 1 tokens; half of 16 by default."""
+    model, ids = (
+        random_model(TINY),
+        gpt2_encoding().encode_ordinary("A café in Paris. " * 9)[:n_ids],
+    )
+    expected, start = [], 0
+    for place in range(1, n_ids):
+        if place - start > 16:  # the next window
+            start += stride or 8
+        logits = model(torch.tensor([ids[start:place]])).logits[0, -1]
+        expected.append(F.cross_entropy(logits, torch.tensor(ids[place])).item())
+    text, found = gpt2_encoding().decode(ids), []
+    loss = text_loss(model, text, on_losses=found.extend, stride=stride)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    with pytest.raises(UserError, match="--stride 17 is above the context: use at most 16"):
+        text_loss(model, text, stride=17)
 
 
 def test_config_names_all_problems():
@@ -379,6 +401,8 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys, monkeypatch):
     bits = loss * (len(ids) - 1) / math.log(2) / (len(text.encode()) - len("Once"))
     expected = f"{loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids)} tokens"
     assert run_main(f"--score={tmp_path}/text") == f"{tmp_path}/text: {expected}\n"
+    assert run_main(f"--score={tmp_path}/text", "--stride=8") == f"{tmp_path}/text: {expected}\n"
+    assert run_main(f"--score={tmp_path}/text", "--stride=3") != f"{tmp_path}/text: {expected}\n"
     (tmp_path / "latin").write_bytes(b"caf\xe9 au")
     with pytest.raises(ValueError, match=r"--score .*latin: .*can't decode .* position 3"):
         run_main(f"--score={tmp_path}/latin")
