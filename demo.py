@@ -116,13 +116,13 @@ def describe_memory(run_dir: Path, val_loss: float | None) -> str:
     """Return lines with the loss on as much training text, and the copied fraction of samples."""
     import torch  # takes seconds, as most of these imports
 
-    from corpus.overlap import PASSAGE_TOKENS, find_copies, open_training_text
+    from corpus.overlap import open_training_text
     from corpus.shards import open_shards
     from dataloader import read_windows, to_batch, validation_windows
     from formats.load import load_with_state
     from runtime.device import select_device
     from runtime.precision import inference, select_dtype
-    from sample import sample_rows
+    from sample import describe_copies, sample_rows
 
     device = select_device("auto")
     dtype = select_dtype("auto", device)
@@ -143,10 +143,8 @@ def describe_memory(run_dir: Path, val_loss: float | None) -> str:
     if val_loss is not None:
         learned += f" on as many tokens: {val_loss - loss:.2f} less, learned by heart"
     rows = sample_rows(model, "", NUM_SAMPLES, seed=1337, dtype=dtype)
-    fraction, _ = find_copies(rows, 1, train)  # a row starts with the mark of a new document
-    samples = f"{sum(map(len, rows)) - len(rows):,} sampled tokens"
-    passages = f"passages of {PASSAGE_TOKENS} tokens or more of the training text"
-    return f"{learned}\ncopied           {100 * fraction:.1f} % of {samples} are in {passages}"
+    copied = describe_copies(rows, "", train).splitlines()[0].removeprefix("copied: ")
+    return f"{learned}\ncopied           {copied}"
 
 
 def find_name(text: Path, *more: Path) -> str:

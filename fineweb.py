@@ -44,7 +44,7 @@ from tokenizer import END_OF_TEXT, VOCAB_SHA256, gpt2_encoding
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
 MAX_SEARCHED_TOKENS = 100_000_000  # for passages in both splits, without --overlap
 HIGH_OVERLAP = 0.01  # fraction of the validation tokens
-QUOTED_TOKENS = 24  # of the longest passage
+QUOTED_CHARS = 80  # at the start of the longest passage
 # Strings in texts that are probably mistakes, and how to fix them.
 NOTES = {
     "<|endoftext|>": "<|endoftext|> is in the texts, as text; if it is between documents, use "
@@ -214,24 +214,20 @@ def report_overlap(config: FineWebConfig, manifest: Manifest, folder: Path) -> N
     if is_known or not (is_own or config.overlap):
         return
     train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
-    ids = val.read(0, val.total_tokens)
-    places = find_places(ids, train)
+    places = find_places(ids := val.read(0, val.total_tokens), train)
     fraction = float(in_passages(places).mean())
     if (folder / FULL_DATASET.manifest_name).is_file() and os.access(folder, os.W_OK):
         replace(manifest, overlap=fraction).save(folder)  # parts of a dataset have no such file
-    size = f"{PASSAGE_TOKENS} tokens or more"
-    found = f"{100 * fraction:.1f} % of the validation tokens are in passages of {size} that the "
-    found += "training text also has"
+    found = f"{100 * fraction:.1f} % of the validation tokens are in passages of {PASSAGE_TOKENS} "
+    found += "tokens or more that the training text also has"
     if fraction > HIGH_OVERLAP:
-        start, n_tokens, _ = max(find_passages(places), key=lambda passage: passage.n_tokens)
-        text = gpt2_encoding().decode(ids[start : start + min(n_tokens, QUOTED_TOKENS)].tolist())
-        fix = "" if config.drop_repeated else "--drop-repeated or "
-        print(
-            f"warning: {found}, so the validation loss is too low; the longest one has "
-            f"{n_tokens:,} tokens and begins {text!r}: use {fix}--val-source with another text, "
-            "and another --data-dir"
-        )
-    elif config.overlap:
+        start, n_tokens, _ = find_passages(places)[0]
+        text = gpt2_encoding().decode(ids[start : start + n_tokens].tolist())[:QUOTED_CHARS]
+        found = f"warning: {found}, so the validation loss is too low; the longest one has "
+        found += f"{n_tokens:,} tokens and begins {text!r}: use "
+        found += "" if config.drop_repeated else "--drop-repeated or "
+        found += "--val-source with another text, and another --data-dir"
+    if config.overlap or fraction > HIGH_OVERLAP:
         print(found)
 
 
@@ -280,9 +276,9 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents of a part of a source, starting at `cursor`; None = at the start.
 
-    With `seen`, which counts the documents by their hashes, leave out those that it has; then the
-    source is read from the start. The blocks of a long plain text count as documents. If one is
-    left out, the next one starts a document.
+    With `seen`, which counts documents by their hashes, leave out the documents that it has, and
+    read the source from the start. The blocks of a long plain text count as documents. The block
+    after one that is left out starts a document.
     """
     if seen is None:
         yield from source.documents(cursor, part)

@@ -23,10 +23,9 @@ from runtime.errors import UserError
 from runtime.files import read_json
 from training.resume import differences
 
-COMPARED = ("train_loss", "grad_norm")
 RECORDED = ("environment", "micro_batch_size", "data_fingerprint")  # at each start of a run
-LEFT_OUT = {"val_every": 0, "hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0}
-Record = dict[str, Any]  # of a step in metrics.jsonl, and of the start before it
+LEFT_OUT = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
+Record = dict[str, Any]  # values that a step logged in metrics.jsonl, and the start before it
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class ReplayConfig:
     runs: tuple[PathOrName, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run, or names of runs in runs/."""
     from_: int | None = None
-    """Compare the steps after this one; the replay starts from the last checkpoint until then;
-    default: the newest checkpoint before the last step, or else the beginning."""
+    """Step after which to compare, from the last checkpoint until then; default: the newest
+    checkpoint before the last step, or else the beginning."""
     steps: int = 10
-    """Number of steps."""
+    """Number of steps after it."""
 
     def __post_init__(self) -> None:
         check_settings(self, ("steps",))
@@ -63,7 +62,7 @@ def replay(run_dir: Path, after: int | None, n_steps: int) -> bool:
     newest = last - 1 if after is None else after
     path, start = max(((p, s.step) for p, s in states if s.step <= newest), default=(None, 0))
     stop = min(last, max(start, after or 0) + n_steps)
-    # A checkpoint has the flags of the steps before it, and config.json the last ones.
+    # A checkpoint has the flags of the steps before it, and config.json has the last ones.
     later = [state for _, state in states if state.step > start]
     flags = [*(state.train_config for state in later), read_json(run_dir / RUN_CONFIG_NAME)]
     for state, others in zip(later, flags[1:], strict=True):
@@ -71,13 +70,13 @@ def replay(run_dir: Path, after: int | None, n_steps: int) -> bool:
             stop = state.step
             print(f"note: later steps have other flags ({', '.join(changes)}): use --from {stop}")
     begun = logged[start + 1]
-    same_split = {name: begun[name] for name in RECORDED[1:2] if name in begun}
-    settings = flags[0] | LEFT_OUT | same_split | {"logger": [], "resume": path}
+    size = begun.get("micro_batch_size", flags[0]["micro_batch_size"])
+    settings = flags[0] | LEFT_OUT | {"micro_batch_size": size, "logger": [], "resume": path}
     replayed = make_steps(settings, begun, stop)
     different = [
         (step, name, logged[step][name], replayed[step][name])
         for step in range(start + 1, stop + 1)
-        for name in COMPARED
+        for name in ("train_loss", "grad_norm")
         if logged[step][name] != replayed[step][name]
     ]
     if not different:
@@ -113,9 +112,8 @@ def make_steps(settings: Mapping[str, Any], begun: Record, stop: int) -> dict[in
         launcher = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={processes}"]
     with tempfile.TemporaryDirectory() as folder:
         flags = as_flags({**settings, "out_dir": folder, "run_name": "replay"})
-        run = Path(folder, "replay")
-        is_done = lambda _: stop in read_steps(run)  # noqa: E731
-        run_python(*launcher, ROOT / "train_gpt2.py", *flags, is_done=is_done)
+        command, run = [*launcher, str(ROOT / "train_gpt2.py"), *flags], Path(folder, "replay")
+        run_python(*command, is_done=lambda _: stop in read_steps(run))
         return read_steps(run)
 
 

@@ -224,11 +224,9 @@ def describe_copies(rows: Sequence[Sequence[int]], prompt: str, training_text: T
     start = len(prompt_ids(prompt))
     fraction, passages = find_copies(rows, start, training_text)
     n_sampled = sum(len(row) - start for row in rows)
-    passage_size = f"{PASSAGE_TOKENS} tokens or more"
     text = f"copied: {100 * fraction:.1f} % of {n_sampled:,} sampled tokens are in passages of "
-    text += f"{passage_size} that the training text has"
-    if passages:
-        longest = max(passages, key=lambda passage: passage.n_tokens)
+    text += f"{PASSAGE_TOKENS} tokens or more that the training text has"
+    for longest in passages[:1]:
         before, copied, after = quote(training_text, longest)
         text += f"\nlongest: {longest.n_tokens} tokens, in the training text:\n"
         text += f"{before}>>>{copied}<<<{after}"

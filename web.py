@@ -63,7 +63,7 @@ class Models(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     searches_all: bool = False
-    """Whether to look for copies in training texts above `MAX_SEARCHED_TOKENS`, too."""
+    """Look for copies also in training texts above `MAX_SEARCHED_TOKENS`."""
 
     def checkpoints(self, number: int) -> dict[int, Path]:
         """Return the checkpoints of a model's run by their step; none if it is not a run."""

@@ -2,14 +2,15 @@
 
 `fineweb.py` looks for validation text in the training text, and `sample.py` for samples.
 
-All windows of 32 tokens are hashed, by five doublings, and those of the larger text are looked up
-among those of the smaller one. Windows with the same hash are compared token by token. The larger
-text is read in blocks, so memory grows with the smaller one: about 60 bytes per token. A passage
+Five doublings hash all windows of 32 tokens. Each window of the larger text is looked up among the
+hashes of the smaller text, and windows with the same hash are compared token by token. The larger
+text is read in blocks, so memory grows with the smaller text: about 60 bytes per token. A passage
 may contain `<|endoftext|>`, because short documents in the same order are also repeated text.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ from runtime.errors import UserError
 from tokenizer import gpt2_encoding
 
 PASSAGE_TOKENS = 32
-BLOCK_TOKENS = 1 << 18  # of the larger text, looked up at a time
+BLOCK_TOKENS = 1 << 18  # looked up at a time
 QUOTED_WORDS = 20  # before a passage, and after it
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of Fibonacci hashing: 2**64 / golden ratio
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, as in Fibonacci hashing
 NO_TOKEN = (1 << 16) - 1  # between rows: an id that no text has
 Places = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -33,7 +34,7 @@ Read = Callable[[int, int], TokenArray]  # returns the tokens [start, start + co
 
 
 class Passage(NamedTuple):
-    """Tokens of a text that follow one another in another text, too."""
+    """Consecutive tokens of a text that are also consecutive in another text."""
 
     start: int
     n_tokens: int
@@ -48,48 +49,37 @@ def find_places(text: TokenArray, other: TokenShards, hash_bits: int = 64) -> Pl
     """
     is_smaller = len(text) <= other.total_tokens
     small = text if is_smaller else other.read(0, other.total_tokens)
-    n_tokens = max(len(text), other.total_tokens)
     read: Read = other.read if is_smaller else lambda start, n: text[start : start + n]
+    starts = range(0, max(len(text), other.total_tokens) - PASSAGE_TOKENS + 1, BLOCK_TOKENS)
     places = np.full(len(text), -1)
     hashes = hash_windows(small, hash_bits)
     windows = np.arange(len(hashes))
     while len(windows):
         keys, firsts, groups = np.unique(hashes[windows], return_index=True, return_inverse=True)
-        firsts = windows[firsts]  # of all windows with the same hash
+        firsts = windows[firsts]  # the first window with each hash
         is_equal = same_windows(small, windows, small, firsts[groups])
-        for found, there in matches(small, keys, firsts, read, n_tokens, hash_bits):
+        mask = np.uint64((1 << max(20, len(keys).bit_length() + 3)) - 1)
+        is_key = np.zeros(int(mask) + 1, bool)  # filters most windows of the larger text
+        is_key[keys & mask] = True
+        for start in starts:
+            block = read(start, BLOCK_TOKENS + PASSAGE_TOKENS - 1)
+            hashed = hash_windows(block, hash_bits)
+            there = np.flatnonzero(is_key[hashed & mask])
+            numbers = np.minimum(np.searchsorted(keys, hashed[there]), len(keys) - 1)
+            is_found = keys[numbers] == hashed[there]
+            there, found = there[is_found], firsts[numbers[is_found]]
+            is_match = same_windows(small, found, block, there)
+            there, found = start + there[is_match], found[is_match]
             if is_smaller:
                 is_new = places[found] < 0
-                # Of several values for an index, NumPy keeps the last one.
+                # NumPy keeps the last of several values for an index.
                 places[found[is_new][::-1]] = there[is_new][::-1]
             else:
                 places[there] = found
         if is_smaller:
             places[windows[is_equal]] = places[firsts[groups[is_equal]]]
-        windows = windows[~is_equal]  # other windows with the hash of a first one: nearly never
+        windows = windows[~is_equal]  # nearly never any: windows with the hash of another one
     return places
-
-
-def matches(
-    small: TokenArray, keys: Hashes, firsts: Places, read: Read, n_tokens: int, hash_bits: int
-) -> Iterator[tuple[Places, Places]]:
-    """Yield, block by block, equal windows of two texts: their starts in both.
-
-    `keys` are sorted hashes, and `firsts` the windows of the smaller text that have them.
-    `read` reads the larger text, which has `n_tokens`.
-    """
-    mask = np.uint64((1 << max(20, len(keys).bit_length() + 3)) - 1)
-    is_key = np.zeros(int(mask) + 1, bool)  # filters most windows of the larger text
-    is_key[keys & mask] = True
-    for start in range(0, n_tokens - PASSAGE_TOKENS + 1, BLOCK_TOKENS):
-        tokens = read(start, BLOCK_TOKENS + PASSAGE_TOKENS - 1)
-        hashes = hash_windows(tokens, hash_bits)
-        there = np.flatnonzero(is_key[hashes & mask])
-        numbers = np.minimum(np.searchsorted(keys, hashes[there]), len(keys) - 1)
-        is_found = keys[numbers] == hashes[there]
-        there, found = there[is_found], firsts[numbers[is_found]]
-        is_equal = same_windows(small, found, tokens, there)
-        yield found[is_equal], start + there[is_equal]
 
 
 def hash_windows(tokens: TokenArray, bits: int) -> Hashes:
@@ -121,7 +111,7 @@ def in_passages(places: Places) -> Flags:
 
 
 def find_passages(places: Places) -> list[Passage]:
-    """Return the passages, in order. A passage ends where the next places differ."""
+    """Return the passages, longest first. A passage ends where the next places differ."""
     starts = np.flatnonzero(places >= 0)
     if not len(starts):
         return []
@@ -129,7 +119,8 @@ def find_passages(places: Places) -> list[Passage]:
     edges = np.array([0, *np.flatnonzero(~is_next) + 1, len(starts)])
     lengths = np.diff(edges) + PASSAGE_TOKENS - 1
     columns = starts[edges[:-1]], lengths, places[starts[edges[:-1]]]
-    return [Passage(*row) for row in np.stack(columns, axis=1).tolist()]
+    rows = np.stack(columns, axis=1)[np.argsort(-lengths, kind="stable")]
+    return [Passage(*row) for row in rows.tolist()]
 
 
 def find_copies(
@@ -137,12 +128,12 @@ def find_copies(
 ) -> tuple[float, list[Passage]]:
     """Find the sampled tokens in rows of tokens that are in passages of the other text.
 
-    The first `n_prompt` tokens of a row are a prompt, in which passages may begin, but which does
-    not count.
+    The first `n_prompt` tokens of a row are a prompt: a passage may begin there, but only sampled
+    tokens count.
 
     Returns:
-        The copied fraction of the sampled tokens; the passages, without the prompt. They start in
-        the rows, one after the other, with one more token after each row.
+        The copied fraction of the sampled tokens; the passages without the prompt, longest first.
+        `start` counts through the rows, and one more token after each row.
     """
     lengths = [len(row) + 1 for row in rows]
     text = np.array([id for row in rows for id in (*row, NO_TOKEN)], np.uint16)
@@ -153,19 +144,19 @@ def find_copies(
     for start, n_tokens, place in find_passages(places):
         if (cut := max(0, int(firsts[start]) - start)) < n_tokens:
             passages.append(Passage(start + cut, n_tokens - cut, place + cut))
+    passages.sort(key=lambda passage: -passage.n_tokens)
     n_sampled = sum(length - n_prompt - 1 for length in lengths)
     return int(is_copied.sum()) / max(1, n_sampled), passages
 
 
 def quote(other: TokenShards, passage: Passage) -> tuple[str, str, str]:
     """Return a passage in the other text: the words before it, its text, and the words after."""
-    start, stop = passage.place, passage.place + passage.n_tokens
-    before = max(0, start - 5 * QUOTED_WORDS)
-    spans = (before, start), (start, stop), (stop, min(stop + 5 * QUOTED_WORDS, other.total_tokens))
-    texts = (gpt2_encoding().decode(other.read(a, b - a).tolist()) for a, b in spans)
-    before_it, text, after_it = texts
-    first, last = re.findall(r"\S+\s*", before_it), re.findall(r"\s*\S+", after_it)
-    return "".join(first[-QUOTED_WORDS:]), text, "".join(last[:QUOTED_WORDS])
+    start, stop, margin = passage.place, passage.place + passage.n_tokens, 5 * QUOTED_WORDS
+    edges = max(0, start - margin), start, stop, min(stop + margin, other.total_tokens)
+    spans = (other.read(a, b - a).tolist() for a, b in pairwise(edges))
+    before, text, after = map(gpt2_encoding().decode, spans)
+    words, more = re.findall(r"\S+\s*", before), re.findall(r"\s*\S+", after)
+    return "".join(words[-QUOTED_WORDS:]), text, "".join(more[:QUOTED_WORDS])
 
 
 def open_training_text(checkpoint: Checkpoint | None) -> TokenShards:
