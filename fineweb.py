@@ -88,8 +88,8 @@ class FineWebConfig:
     drop_repeated: bool = False
     """Leave out documents equal to an earlier one; plain text is compared in blocks of 1 MB."""
     overlap: bool = False
-    """Look for passages of the validation text in the training text, also of a hub dataset or of
-    more than 100M tokens: about 25 seconds per 100M."""
+    """Look for passages of the validation text in the training text also if there are more than
+    100M tokens, or if they are from the hub; less than a minute per 100M."""
     propose: bool = True
     """At the end, print a training command that suits the text."""
     shard_size: int = 100_000_000

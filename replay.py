@@ -23,7 +23,7 @@ from runtime.errors import UserError
 from runtime.files import read_json
 from training.resume import differences
 
-RECORDED = ("environment", "micro_batch_size", "data_fingerprint")  # at each start of a run
+RECORDED = ("environment", "cpu", "micro_batch_size", "data_fingerprint")  # at each start
 LEFT_OUT = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
 Record = dict[str, Any]  # values that a step logged in metrics.jsonl, and the start before it
 
@@ -94,7 +94,7 @@ def replay(run_dir: Path, after: int | None, n_steps: int) -> bool:
 
 
 def read_steps(run_dir: Path) -> dict[int, Record]:
-    """Return the record of each step, as it was made last, with that of the start before it."""
+    """Return the last record of each step, with the values recorded at the start before it."""
     steps, begun = dict[int, Record](), Record()
     for record in read_lines(run_dir / METRICS_NAME):
         begun = record if "environment" in record else begun

@@ -84,7 +84,8 @@ class RunLog:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
         self.record(
-            environment=f"{device}, {versions}, {threads}",
+            environment=f"{device}, {versions}",
+            cpu=threads,
             micro_batch_size=micro_batch_size,
             data_fingerprint=data_fingerprint,
             val_fingerprint=val_fingerprint,
