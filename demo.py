@@ -25,6 +25,7 @@ from runtime.errors import RunStopped, UserError
 from runtime.files import read_json
 
 REDRAW_SECONDS = 60.0
+NUM_SAMPLES = 8  # of 100 tokens, searched for copies
 OTHER_NAMES = ("stdlib", "trials")  # folders of this command without a text, and of bench.trial
 
 
@@ -82,6 +83,8 @@ def main() -> None:
     if losses:  # a short text has no validation split
         bits = f"{scores[-1]['val_bpb']:.2f} bits per byte"
         print(f"held-out text    {losses[-1]:.2f} nats per token, from {losses[0]:.2f}; {bits}")
+    if texts:
+        print(describe_memory(run_dir, losses[-1] if losses else None))
     print(
         f"run, samples     {run_dir}\n"
         f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
@@ -107,6 +110,41 @@ def prepare(texts: list[Path], name: str) -> list[str]:
         step("how long will it take?", "train_gpt2.py", *train, "--plan")
         print("Ctrl-C saves the run, and the same command continues it.", flush=True)
     return [*train, "--resume=auto"]
+
+
+def describe_memory(run_dir: Path, val_loss: float | None) -> str:
+    """Return lines with the loss on as much training text, and the copied fraction of samples."""
+    import torch  # takes seconds, as most of these imports
+
+    from corpus.overlap import open_training_text
+    from corpus.shards import open_shards
+    from dataloader import read_windows, to_batch, validation_windows
+    from formats.load import load_with_state
+    from runtime.device import select_device
+    from runtime.precision import inference, select_dtype
+    from sample import describe_copies, sample_rows
+
+    device = select_device("auto")
+    dtype = select_dtype("auto", device)
+    model, checkpoint = load_with_state(run_dir, device)
+    train, T = open_training_text(checkpoint), model.config.block_size
+    assert checkpoint is not None  # otherwise, its text would be unknown
+    settings = checkpoint.state.train_config
+    val = open_shards(settings["data_dir"], "val", is_optional=True)
+    max_tokens = len(validation_windows(val, T, settings["val_tokens"])) * T
+    starts = validation_windows(train, T, max_tokens or settings["val_tokens"]) * T
+    with torch.no_grad(), inference(model, device, dtype):
+        windows = (
+            read_windows(train, start, T, model.config.vocab_size) for start in starts[:, None]
+        )
+        losses = [float(model(*to_batch(window, device)).loss) for window in windows]
+    loss = sum(losses) / len(losses)
+    learned = f"training text    {loss:.2f} nats per token"
+    if val_loss is not None:
+        learned += f" on as many tokens: {val_loss - loss:.2f} less, learned by heart"
+    rows = sample_rows(model, "", NUM_SAMPLES, seed=1337, dtype=dtype)
+    copied = describe_copies(rows, "", train).splitlines()[0].removeprefix("copied: ")
+    return f"{learned}\ncopied           {copied}"
 
 
 def find_name(text: Path, *more: Path) -> str:

@@ -10,11 +10,12 @@ same command: it continues after the last finished shard. To add a source, see `
 `corpus/sources.py`. To split the work among many machines, see `corpus/parts.py`.
 """
 
+import hashlib
 import itertools
 import math
 import os
 import shlex
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,17 +30,21 @@ from tqdm import tqdm
 
 from corpus import shards, sources
 from corpus.encoding import encode_documents
+from corpus.overlap import PASSAGE_TOKENS, find_passages, find_places, in_passages
 from corpus.parts import FULL_DATASET, Part
 from corpus.shards import Manifest, ShardWriter, TokenArray
-from corpus.sources import Document, Source
+from corpus.sources import Cursor, Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
 from runtime.cli import PathOrName, check_settings, parse_flags, run_command
 from runtime.errors import UserError
 from runtime.files import lock_folder
-from tokenizer import END_OF_TEXT, VOCAB_SHA256
+from tokenizer import END_OF_TEXT, VOCAB_SHA256, gpt2_encoding
 
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
+MAX_SEARCHED_TOKENS = 100_000_000  # for passages in both splits, without --overlap
+HIGH_OVERLAP = 0.01  # fraction of the validation tokens
+QUOTED_CHARS = 80  # at the start of the longest passage
 # Strings in texts that are probably mistakes, and how to fix them.
 NOTES = {
     "<|endoftext|>": "<|endoftext|> is in the texts, as text; if it is between documents, use "
@@ -80,6 +85,11 @@ class FineWebConfig:
     """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None
     """Folder to write the shards to; default: a folder in data/ named after the source."""
+    drop_repeated: bool = False
+    """Leave out documents equal to an earlier one; plain text is compared in blocks of 1 MB."""
+    overlap: bool = False
+    """Look for passages of the validation text in the training text also if there are more than
+    100M tokens, or if they are from the hub; less than a minute per 100M."""
     propose: bool = True
     """At the end, print a training command that suits the text."""
     shard_size: int = 100_000_000
@@ -107,7 +117,8 @@ class FineWebConfig:
         if "RANK" in os.environ:
             problems.append("torchrun is not supported: use python, and --part on many machines")
         check_settings(self, ("shard_size", "max_tokens", "workers"), *problems)
-        Part.parse(self.part)
+        if Part.parse(self.part) != FULL_DATASET and self.drop_repeated:
+            raise UserError("--drop-repeated cannot be combined with --part: leave one of them out")
 
 
 def main() -> None:
@@ -121,7 +132,9 @@ def main() -> None:
     needs_lock = not (found and found.complete) or os.access(folder, os.W_OK)
     with lock if needs_lock else nullcontext():
         print(make_shards(config, open_source, folder))
-    manifest = Manifest.load(folder)
+        manifest = Manifest.load(folder)
+        if manifest and manifest.complete:
+            report_overlap(config, manifest, folder)
     if manifest and manifest.complete:
         from training.propose import OTHER_RECIPE, propose_training  # imports torch: takes seconds
 
@@ -160,6 +173,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     if any(file in source.identity.get("files", ()) for file in val_files):
         raise UserError("--source and --val-source have a file in common: move one of them")
     options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
+    options["drop repeated"] = config.drop_repeated
     text_field = config.text_field if config.text_field != "text" else None
     contents = source.identity.get("contents", {}) | val_source.identity["contents"]
     options |= {"text field": text_field, "val files": val_files, "contents": contents}
@@ -174,10 +188,14 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     if not manifest.complete or limit < (config.max_tokens or math.inf):
         note = ""
         manifest = replace(manifest.without_changing_shards(), max_tokens=config.max_tokens)
+        seen = Counter[bytes]() if config.drop_repeated else None
+        validation = read_documents(val_source, None, FULL_DATASET, seen)
         if val_files and part.index == 0 and not manifest.shards:
-            batches = tokenize_documents(val_source.documents(None), config.workers)
+            batches = tokenize_documents(validation, config.workers)
             manifest = ShardWriter(folder, manifest).add_validation(ids for _, ids in batches)
-        manifest = write_shards(source, manifest, folder, config.workers)
+        if seen is not None and val_files:
+            deque(validation, maxlen=0)  # after a stop, the text was written earlier
+        manifest = write_shards(source, manifest, folder, config.workers, seen)
     name = folder if part == FULL_DATASET else f"{folder}, part {config.part}"
     documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
     n_val = sum(shard.tokens for shard in manifest.shards if shard.split == "val")
@@ -185,8 +203,45 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     return f"{name}: {documents}, {tokens}, {len(manifest.shards)} shards{note}"
 
 
-def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
-    """Write all shards that `manifest` does not list yet; return the finished manifest."""
+def report_overlap(config: FineWebConfig, manifest: Manifest, folder: Path) -> None:
+    """Record the fraction of validation tokens in passages of the training text; print a high one.
+
+    Without `--overlap`, only texts other than hub datasets of at most `MAX_SEARCHED_TOKENS` are
+    searched. A low fraction that is recorded is not measured again.
+    """
+    is_own = manifest.source.get("kind") != "hub" and manifest.tokens <= MAX_SEARCHED_TOKENS
+    is_known = manifest.overlap is not None and manifest.overlap <= HIGH_OVERLAP
+    if is_known or not (is_own or config.overlap):
+        return
+    train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
+    places = find_places(ids := val.read(0, val.total_tokens), train)
+    fraction = float(in_passages(places).mean())
+    if (folder / FULL_DATASET.manifest_name).is_file() and os.access(folder, os.W_OK):
+        replace(manifest, overlap=fraction).save(folder)  # parts of a dataset have no such file
+    found = f"{100 * fraction:.1f} % of the validation tokens are in passages of {PASSAGE_TOKENS} "
+    found += "tokens or more that the training text also has"
+    if fraction > HIGH_OVERLAP:
+        start, n_tokens, _ = find_passages(places)[0]
+        text = gpt2_encoding().decode(ids[start : start + n_tokens].tolist())[:QUOTED_CHARS]
+        found = f"warning: {found}, so the validation loss is too low; the longest one has "
+        found += f"{n_tokens:,} tokens and begins {text!r}: use "
+        found += "" if config.drop_repeated else "--drop-repeated or "
+        found += "--val-source with another text, and another --data-dir"
+    if config.overlap or fraction > HIGH_OVERLAP:
+        print(found)
+
+
+def write_shards(
+    source: Source,
+    manifest: Manifest,
+    folder: Path,
+    workers: int,
+    seen: Counter[bytes] | None = None,
+) -> Manifest:
+    """Write all shards that `manifest` does not list yet; return the finished manifest.
+
+    With `seen`, documents equal to an earlier one are left out: see `read_documents`.
+    """
     # Place from which to resume, and the numbers of tokens and documents before it.
     progress = manifest.progress or {"cursor": None, "tokens": 0, "documents": 0}
     n_tokens, n_documents = progress["tokens"], progress["documents"]
@@ -194,7 +249,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     limit = (manifest.max_tokens or math.inf) / manifest.part.count
     is_cut = False
     notes = Counter[str]()
-    documents = source.documents(progress["cursor"], manifest.part)
+    documents = read_documents(source, progress["cursor"], manifest.part, seen)
     # disable=None draws the bar only on a terminal.
     with tqdm(initial=n_tokens, total=limit, unit="tok", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
@@ -210,8 +265,33 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 break
     for text, count in notes.items():
         print(f"note: {count:,} times {NOTES[text]}")
+    if seen is not None:
+        print(f"left out {seen.total() - len(seen):,} documents equal to an earlier one")
     is_cut |= manifest.part != FULL_DATASET  # parts that differ in it are not one dataset
     return writer.close(n_documents, manifest.max_tokens if is_cut else None)
+
+
+def read_documents(
+    source: Source, cursor: Cursor | None, part: Part, seen: Counter[bytes] | None
+) -> Iterator[Document]:
+    """Yield the documents of a part of a source, starting at `cursor`; None = at the start.
+
+    With `seen`, which counts documents by their hashes, leave out the documents that it has, and
+    read the source from the start. The blocks of a long plain text count as documents. The block
+    after one that is left out starts a document.
+    """
+    if seen is None:
+        yield from source.documents(cursor, part)
+        return
+    first = (cursor["file"], cursor["text"]) if cursor else (0, 0)
+    is_new = True
+    for document in source.documents(None, part):
+        starts_document = document.starts_document or not is_new
+        digest = hashlib.blake2b(document.text.encode(errors="surrogatepass"), digest_size=16)
+        seen[digest.digest()] += 1
+        is_new = seen[digest.digest()] == 1
+        if is_new and (document.cursor["file"], document.cursor["text"]) >= first:
+            yield document._replace(starts_document=starts_document)
 
 
 def tokenize_documents(documents: Iterable[Document], workers: int) -> Iterator[Batch]:

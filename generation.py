@@ -164,26 +164,34 @@ def text_loss(
     text: str,
     dtype: torch.dtype = torch.float32,
     on_losses: Callable[[list[float]], None] | None = None,
+    stride: int | None = None,
 ) -> float:
     """Return the mean cross-entropy of a text's tokens after the first, in nats per token.
 
-    A text longer than the model's context is split into windows, and each is scored separately.
-    `on_losses` is called with the losses of each window's tokens, in order.
+    A text longer than the model's context is scored in windows of this length. Each window scores
+    the `stride` tokens after the previous one, by default half of the context, so that only the
+    first tokens of the text are predicted from fewer than the other half. `on_losses` is called
+    with the losses of each window's tokens, in order.
     """
     ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
+    stride = stride or max(1, block_size // 2)
+    if stride > block_size:
+        raise UserError(f"--stride {stride} is above the context: use at most {block_size}")
     if len(ids) < 2:
         raise UserError(f"a loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
     device, loss_sum = next(model.parameters()).device, 0.0
-    windows = [ids[i : i + block_size + 1] for i in range(0, len(ids) - 1, block_size)]
+    ends = range(block_size + 1, len(ids), stride)
+    later = [(ids[end + stride - 1 - block_size : end], ids[end : end + stride]) for end in ends]
+    windows: list[Row] = [(ids[:1], ids[1 : block_size + 1]), *later]
     starts = range(0, len(windows), n_rows := max(1, SCORED_TOKENS // block_size))
     with inference(model, device, dtype):
         for start in tqdm(starts, "scoring", leave=False, unit="batch", disable=None):
-            rows = [(window[:1], window[1:]) for window in windows[start : start + n_rows]]
+            rows = windows[start : start + n_rows]
             losses = score_tokens(model, rows, device)
             loss_sum += float(losses.sum())
             if on_losses is not None:
-                for (_, ending), by_token in zip(rows, losses.tolist(), strict=True):
-                    on_losses(by_token[: len(ending)])
+                for (context, ending), by_token in zip(rows, losses.tolist(), strict=True):
+                    on_losses(by_token[len(context) - 1 :][: len(ending)])
     return loss_sum / (len(ids) - 1)
 
 

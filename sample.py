@@ -3,6 +3,7 @@
     python sample.py --model runs/NAME --interactive    # type some text, the model continues it
     python sample.py --model runs/NAME --prompt - < FILE
     python sample.py --model runs/NAME --score FILE     # the loss of a text
+    python sample.py --model runs/NAME --copies         # also how much is copied from its text
     python sample.py --model runs/NAME --web            # a page to play with the model
 
 The default model is runs/' newest run. In Python, call `generate(model, text)`.
@@ -11,7 +12,7 @@ The default model is runs/' newest run. In Python, call `generate(model, text)`.
 import codecs
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ import runtime.threads  # noqa: F401 - before torch, which reads its settings
 import torch
 from torch import Tensor
 
-from corpus.shards import Manifest
+from corpus.overlap import PASSAGE_TOKENS, find_copies, open_training_text, quote
+from corpus.shards import Manifest, TokenShards
 from corpus.sources import hash_ends
 from formats.load import load_with_state, newest_run
 from generation import generate_tokens, text_loss
@@ -51,6 +53,11 @@ class SampleConfig:
     score: Path | None = None
     """Instead of sampling, print the loss of the text in this file: nats per token, bits per byte,
     tokens."""
+    stride: int | None = None
+    """With --score, number of tokens by which the window moves; default: half of the context."""
+    copies: bool = False
+    """After the samples, print how much of them is copied from the run's training text, and the
+    longest passage; with --web, search a training text of any size."""
     web: bool = False
     """Open a page on this machine that continues and scores texts, and shows how sure the model
     is."""
@@ -84,11 +91,13 @@ class SampleConfig:
         problems = list[str]()
         if sum(map(bool, (self.interactive, self.prompt, self.score, self.web))) > 1:
             problems.append("use only one of --interactive, --prompt, --score and --web")
+        if self.copies and (self.interactive or self.score or self.stop):
+            problems.append("--copies cannot be combined with --interactive, --score or --stop")
         if self.compare_to and not self.web:
             problems.append("--compare-to requires --web")
         if "" in self.stop:  # true for any str, and for a list with an empty text
             problems.append("--stop must be a list of texts, none of them empty")
-        above_zero = ("num_samples", "max_new_tokens", "top_p", "port")
+        above_zero = ("num_samples", "max_new_tokens", "top_p", "port", "stride")
         check_settings(self, above_zero, *problems, at_most_1=("top_p",))
 
 
@@ -108,11 +117,12 @@ def main() -> None:
         from web import Models, serve
 
         sources = [source, *filter(None, [config.compare_to])]
-        serve(Models(sources, device, options["dtype"]), config.port, config.browser)
+        models = Models(sources, device, options["dtype"], config.copies)
+        serve(models, config.port, config.browser)
         return
     model, checkpoint = load_with_state(source, device)
     if config.score is not None:
-        print(describe_loss(model, config.score, options["dtype"]))
+        print(describe_loss(model, config.score, options["dtype"], config.stride))
         settings = checkpoint.state.train_config if checkpoint else {}
         dataset = Manifest.load(Path(settings.get("data_dir", "")))
         files = dataset.source.get("files", ()) if dataset and config.score.is_file() else ()
@@ -124,9 +134,12 @@ def main() -> None:
         generator = torch.Generator(device).manual_seed(config.seed)
         converse(functools.partial(generate_tokens, model, generator=generator, **options), device)
         return
-    texts = generate(model, prompt, num_samples=config.num_samples, seed=config.seed, **options)
-    for number, text in enumerate(texts, start=1):
-        print(f"--- sample {number} of {len(texts)} ---\n{text}\n")
+    training_text = open_training_text(checkpoint) if config.copies else None
+    rows = sample_rows(model, prompt, config.num_samples, config.seed, **options)
+    for number, text in enumerate(decode_rows(rows, prompt, config.stop), start=1):
+        print(f"--- sample {number} of {len(rows)} ---\n{text}\n")
+    if training_text is not None:
+        print(describe_copies(rows, prompt, training_text))
 
 
 def converse(continue_tokens: Callable[..., object], device: torch.device) -> None:
@@ -180,21 +193,51 @@ def generate(
     state is used. `options` are passed to `generate_tokens`: temperature, top_k, top_p, dtype, …
     """
     SampleConfig(num_samples=num_samples, stop=stop)  # raises for an invalid value
+    options |= {"max_new_tokens": max_new_tokens, "stop": stop}
+    return decode_rows(sample_rows(model, prompt, num_samples, seed, **options), prompt, stop)
+
+
+def sample_rows(
+    model: GPT,
+    prompt: str,
+    num_samples: int,
+    seed: int | None,
+    **options: Any,  # noqa: ANN401
+) -> list[list[int]]:
+    """Continue a prompt as `generate` does; return the ids of each row, including the prompt's."""
     device = next(model.parameters()).device
-    ids = prompt_ids(prompt)
-    tokens = torch.tensor([ids] * num_samples, device=device)
+    tokens = torch.tensor([prompt_ids(prompt)] * num_samples, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    rows = generate_tokens(model, tokens, max_new_tokens, generator=generator, stop=stop, **options)
-    texts = [gpt2_encoding().decode(row[len(ids) :]) for row in rows]
+    return generate_tokens(model, tokens, generator=generator, **options)
+
+
+def decode_rows(rows: Sequence[Sequence[int]], prompt: str, stop: Sequence[str]) -> list[str]:
+    """Return the prompt and the text of each row after it, up to the first text of `stop`."""
+    start = len(prompt_ids(prompt))
+    texts = [gpt2_encoding().decode(list(row[start:])) for row in rows]
     ends = [min((text.index(s) for s in stop if s in text), default=None) for text in texts]
     return [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
 
 
-def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
+def describe_copies(rows: Sequence[Sequence[int]], prompt: str, training_text: TokenShards) -> str:
+    """Return how much of the sampled tokens is copied, and the longest passage in its place."""
+    start = len(prompt_ids(prompt))
+    fraction, passages = find_copies(rows, start, training_text)
+    n_sampled = sum(len(row) - start for row in rows)
+    text = f"copied: {100 * fraction:.1f} % of {n_sampled:,} sampled tokens are in passages of "
+    text += f"{PASSAGE_TOKENS} tokens or more that the training text has"
+    for longest in passages[:1]:
+        before, copied, after = quote(training_text, longest)
+        text += f"\nlongest: {longest.n_tokens} tokens, in the training text:\n"
+        text += f"{before}>>>{copied}<<<{after}"
+    return text
+
+
+def describe_loss(model: GPT, path: Path, dtype: torch.dtype, stride: int | None = None) -> str:
     """Return a text file's loss in nats per token and bits per byte, and its number of tokens."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        loss = text_loss(model, text, dtype)
+        loss = text_loss(model, text, dtype, stride=stride)
     except (UnicodeDecodeError, UserError) as error:
         raise UserError(f"--score {path}: {error}") from None
     if "<|endoftext|>" in text:

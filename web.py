@@ -6,7 +6,7 @@ requests. A request is a POST of JSON, and its answer is a stream of JSON lines.
 is their turn, the others get `{"waiting": true}` each second.
 
     /list_models    the models, each with the steps of its run's checkpoints
-    /continue_text  the pieces of a continuation, one by one
+    /continue_text  the pieces of a continuation, one by one, then what it copies
     /look_inside    the most likely tokens after some tokens
     /score_text     the pieces of a text with their losses, then the mean
 
@@ -31,7 +31,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from formats.checkpoint import complete_checkpoints
+from corpus.overlap import find_copies, open_training_text, quote
+from formats.checkpoint import Checkpoint, complete_checkpoints, read_state
 from formats.huggingface import HF_WEIGHTS_NAME
 from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.metrics import find_run, is_run
@@ -42,6 +43,7 @@ from tokenizer import bits_per_byte, gpt2_encoding, prompt_ids
 
 PAGE = Path(__file__).parent / "assets/page.html"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MAX_SEARCHED_TOKENS = 10_000_000  # for copies after each continuation, in a few seconds
 MAX_BODY = 1_000_000  # bytes of a request
 N_LIKELIEST = 10
 HEADERS = {
@@ -60,6 +62,8 @@ class Models(NamedTuple):
     sources: Sequence[str | Path]
     device: torch.device
     dtype: torch.dtype
+    searches_all: bool = False
+    """Look for copies also in training texts above `MAX_SEARCHED_TOKENS`."""
 
     def checkpoints(self, number: int) -> dict[int, Path]:
         """Return the checkpoints of a model's run by their step; none if it is not a run."""
@@ -67,14 +71,19 @@ class Models(NamedTuple):
         paths = complete_checkpoints(run / "checkpoints") if is_run(run) else []
         return {int(path.name.rpartition("_")[2]): path for path in reversed(paths)}
 
-    def get(self, request: Request) -> GPT:
-        """Load the model that a request names by its number and, for a run, its step (or None)."""
+    def find(self, request: Request) -> str | Path:
+        """Return the model that a request names by number and, for a run, by step (or None)."""
         number, step = int(request["model"]), request.get("step")
         saved = self.checkpoints(number)
         newest = next(reversed(saved.values()), self.sources[number])
         path = newest if step is None else saved.get(step)
         if path is None:
             raise UserError(f"the checkpoint of step {step} was deleted: choose another one")
+        return path
+
+    def get(self, request: Request) -> GPT:
+        """Load the model that a request names."""
+        path = self.find(request)
         return kept_model(path, self.device, version(path))
 
 
@@ -141,8 +150,10 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
     model, pieces = models.get(request), Pieces(send)
     ids = request.get("ids") or prompt_ids(request["text"])
     send({"prompt": ids})
+    row = [*ids]
 
     def send_token(tokens: Tensor, logits: Tensor) -> None:  # (1,), (1, V)
+        row.append(int(tokens[0]))
         loss = float(torch.log_softmax(logits[0], dim=-1)[tokens[0]].neg())
         pieces.add(int(tokens[0]), loss, likeliest(logits[0]))
 
@@ -158,6 +169,29 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         **options,
     )
     pieces.close()
+    if not is_hugging_face(path := models.find(request)):
+        send(search_copies(path, row, len(ids), models.searches_all))
+
+
+def search_copies(
+    path: str | Path, row: Sequence[int], n_prompt: int, searches_all: bool
+) -> dict[str, Any]:
+    """Return the passages that a run's sample copies from its training text, or why it is unknown.
+
+    A passage has its place in the row, and its text there with the words before and after it.
+    """
+    try:
+        found = find_checkpoint(path)
+        text = open_training_text(Checkpoint(found, read_state(found)))
+    except (OSError, UserError) as error:
+        return {"unsearched": str(error)}
+    if text.total_tokens > MAX_SEARCHED_TOKENS and not searches_all:
+        return {"unsearched": "the training text is long: add --copies to sample.py"}
+    fraction, passages = find_copies([row], n_prompt, text)
+    spans = [
+        {"start": p.start, "stop": p.start + p.n_tokens, "quote": quote(text, p)} for p in passages
+    ]
+    return {"copied": fraction, "passages": spans}
 
 
 def look_inside(models: Models, request: Request, send: Send) -> None:

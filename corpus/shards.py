@@ -80,6 +80,9 @@ class Manifest:
     """Place in the source to resume from (see `fineweb.write_shards`); None = the start."""
     val_span: int = 0
     """Number of first tokens of the source of which validation is a fraction; 0: of none."""
+    overlap: float | None = None
+    """Fraction of the validation tokens in passages that the training text also has: see
+    `corpus/overlap.py`; None: not measured."""
     format: int = 1
 
     @property
@@ -105,7 +108,7 @@ class Manifest:
         if self.complete and not self.progress and self.part.index == 0:
             span = span or self.tokens  # datasets of earlier versions have no span
         kept = [s for s in self.shards if s.split == "val" or s.tokens == self.shard_size]
-        return replace(self, shards=tuple(kept), complete=False, val_span=span)
+        return replace(self, shards=tuple(kept), complete=False, val_span=span, overlap=None)
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""

@@ -108,8 +108,8 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return f"--{name.replace('_', '-')}"
+    """Return the flag of a field; a name such as `from_` avoids a keyword of Python."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def shell_line(*words: object) -> str:
@@ -216,6 +216,8 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
     else:
         metavar = names[0] if value in (None, "", MISSING) else str(value)
         options = {"required": value is MISSING}
+    if field.metadata != POSITIONAL:
+        options["dest"] = field.name
     group.add_argument(flag, type=read, metavar=metavar, help=text, **options)
 
 

@@ -3,9 +3,11 @@
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from corpus.shards import open_shards
 from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -133,3 +135,16 @@ def rewrite_state(path, change):
     """Change a checkpoint's trainer state, and its manifest with it."""
     write_json(path / "trainer_state.json", change(read_json(path / "trainer_state.json")))
     write_manifest(path)
+
+
+def save_run_with_text(run_dir, data_dir, tokens, model=None):
+    """Save a checkpoint of a run on a training text of these tokens."""
+    data_dir.mkdir(exist_ok=True)
+    np.save(data_dir / "train_000000.npy", np.array(tokens, np.uint16))
+    fingerprint = open_shards(data_dir, "train").fingerprint
+    trainer = new_trainer(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
+    trainer.raw_model = model or trainer.raw_model
+    trainer.optimizers = OPTIMIZERS["AdamW"](trainer.raw_model)
+    path = save(run_dir / "checkpoints", 1, trainer, {"data_dir": str(data_dir)})
+    rewrite_state(path, lambda state: state | {"data_fingerprint": fingerprint})
+    return trainer.raw_model

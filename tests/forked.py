@@ -19,7 +19,7 @@ from typing import NamedTuple
 from runtime.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag", "read_step")
+SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag", "read_step", "replay")
 NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
 SERVER = """
 import json, os, runpy, signal, sys, time

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import re
 import sys
 from pathlib import Path
@@ -219,6 +220,95 @@ def test_folder_without_splits_is_read_completely(make, names, readme, left_out)
     assert {*text.split("<|endoftext|>")} - {""} == expected
 
 
+# Repeated text
+
+
+def words_of(seed, count=300):
+    return " ".join(str(n) for n in random.Random(seed).choices(range(10_000), k=count))
+
+
+def repeated_texts(tmp_path):
+    """Validation text of which one document is in the training text, and another one for 40 %."""
+    val, train = [words_of(seed) for seed in range(5)], [words_of(seed) for seed in range(9, 40)]
+    train[3] = val[1]
+    train[5] = words_of(99) + val[2][: int(0.4 * len(val[2]))] + words_of(98)
+    train[20] = train[7]
+    write_texts(tmp_path / "val.jsonl", val)
+    write_texts(tmp_path / "train.jsonl", train)
+    return val, train, ["--source", "train.jsonl", "--val-source", "val.jsonl", "--no-propose"]
+
+
+def test_main_warns_of_validation_text_in_the_training_text(make, tmp_path):
+    val, _, flags = repeated_texts(tmp_path)
+    printed = make(*flags, "--data-dir", "d").splitlines()[1]
+    overlap = read_json(Path("d/manifest.json"))["overlap"]
+    assert overlap == pytest.approx(1.4 / 5, abs=0.01)
+    number = f"{100 * overlap:.1f} % of the validation tokens are in passages of 32 tokens or more"
+    assert printed.startswith(f"warning: {number} that the training text also has, so the val")
+    n_tokens = len(gpt2_encoding().encode_ordinary(val[1]))
+    expected = (
+        rf"longest one has ({n_tokens + 1}|{n_tokens + 2}) tokens and begins '<\|endoftext\|>"
+    )
+    assert re.search(expected + val[1][:40], printed)  # with the next document's mark
+    assert printed.endswith(
+        "use --drop-repeated or --val-source with another text, and another --data-dir"
+    )
+    manifest = read_json(Path("d/manifest.json"))
+    before, again = times(Path("d")), make(*flags, "--data-dir", "d")
+    assert "; finished earlier" in again
+    assert printed in again
+    assert (times(Path("d")), read_json(Path("d/manifest.json"))) == (before, manifest)
+
+
+def test_main_searches_large_texts_only_with_a_flag(make, tmp_path, monkeypatch):
+    _, _, flags = repeated_texts(tmp_path)
+    monkeypatch.setattr(fineweb, "MAX_SEARCHED_TOKENS", 10_000)
+    assert "warning" not in make(*flags, "--data-dir", "d")
+    assert read_json(Path("d/manifest.json"))["overlap"] is None
+    assert "warning: 2" in make(*flags, "--data-dir", "d", "--overlap")  # of the same dataset
+    write_texts(tmp_path / "other.jsonl", [words_of(1000)])
+    flags += ["--val-source", "other.jsonl", "--data-dir", "e", "--overlap"]
+    assert "\n0.0 % of the validation tokens" in make("--source", "train.jsonl", *flags[4:])
+
+
+def test_main_drops_repeated_documents_also_after_a_kill(make, drive, tmp_path):
+    """The first of equal ones is kept; the validation text comes first."""
+    _, train, flags = repeated_texts(tmp_path)
+    flags += ["--shard-size=5000", "--drop-repeated"]
+    printed = make(*flags, "--data-dir", "d")
+    assert printed.startswith("left out 2 documents equal to an earlier one\n")
+    overlap = read_json(Path("d/manifest.json"))["overlap"]
+    assert overlap == pytest.approx(0.4 / 5, abs=0.01)
+    assert "begins" in printed
+    assert "with another text" in printed
+    assert "--drop-repeated or" not in printed
+    kept = [text for i, text in enumerate(train) if i not in (3, 20)]
+    shards = open_shards("d", "train")
+    assert shards.read(0, shards.total_tokens).tolist() == reference(kept)
+    for kill_at in (5, 7):
+        drive(*flags, "--data-dir", "killed", kill_at=kill_at)
+    assert make(*flags, "--data-dir", "killed") == printed.replace("\nd: ", "\nkilled: ")
+    assert contents(Path("killed")) == contents(Path("d"))
+    with pytest.raises(UserError, match=r"another dataset \(drop repeated True instead of None\)"):
+        make(*flags[:-1], "--data-dir", "d")
+    with pytest.raises(UserError, match="--drop-repeated cannot be combined with --part"):
+        make(*flags, "--part=0/2")
+
+
+def test_main_drops_repeated_blocks_of_plain_texts(make, tmp_path):
+    """Blocks have 1,000 characters here. The end of an edited copy is a document."""
+    text = words_of(1, 1000)
+    write_texts(tmp_path / "mine/a.txt", [text])
+    write_texts(tmp_path / "mine/b.txt", [text])
+    write_texts(tmp_path / "mine/c.txt", [text + " the end"])
+    printed = make("--source", "mine", "--drop-repeated")
+    decoded = gpt2_encoding().decode(tokens_of(Path("data/mine")))
+    first, second = decoded.removeprefix("<|endoftext|>").split("<|endoftext|>")
+    assert {len(first) > len(text) - 9, len(second) > len(text) - 9} == {True, False}
+    assert text in (first, second) or text + " the end" in (first, second)
+    assert "left out" in printed
+
+
 # Interrupted runs
 
 
@@ -385,7 +475,8 @@ def test_dataset_of_an_earlier_version_is_finished(make):
     write_json(Path("d/manifest.json"), OLD_MANIFEST)
     before = contents(Path("d"))
     assert "2 documents, 36 tokens, 10 of them for validation, 4 shards; finished" in make(*flags)
-    assert contents(Path("d")) == before
+    assert contents(Path("d"), "*.npy").items() <= before.items()
+    assert read_json(Path("d/manifest.json")) == OLD_MANIFEST | {"overlap": 0.0}
     Path("a.csv").write_text(table.replace("suffer", "endure"))
     with pytest.raises(UserError, match=r"another dataset \(other files\)"):
         make(*flags)

@@ -22,7 +22,7 @@ FLOORS = (
     ),
     ("training",),
     ("train_gpt2", "train_plain", "evaluation", "time_limit", "fineweb", "read_step", "demo"),
-    ("bench",),
+    ("bench", "replay"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WINGS = ("runtime", "formats", "corpus", "training", "bench")

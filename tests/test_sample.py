@@ -6,9 +6,10 @@ import weakref
 from functools import partial
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from checkpoints import save_run
+from checkpoints import save_run, save_run_with_text
 from conftest import randomize_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,14 +18,15 @@ from torch.nn import functional as F
 import generation
 import model as model_module
 import sample
-from corpus.shards import Manifest
+from corpus.overlap import find_copies
+from corpus.shards import Manifest, open_shards
 from corpus.sources import file_source
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from generation import generate_tokens, sample_token, text_loss
 from model import GPT, Block, GPTConfig
 from runtime.cli import run_command
 from runtime.errors import UserError
-from sample import generate
+from sample import generate, sample_rows
 from tokenizer import VOCAB_SHA256, gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -296,12 +298,34 @@ def test_text_loss_is_the_mean_over_windows_of_the_context(monkeypatch):
     monkeypatch.setattr(generation, "SCORED_TOKENS", 2 * 16 + 1)
     monkeypatch.setattr(sys, "stderr", Terminal())
     model.transformer.wte.register_forward_hook(lambda _, args, out: shapes.append(args[0].shape))
-    loss = text_loss(model, gpt2_encoding().decode(ids))
+    loss = text_loss(model, gpt2_encoding().decode(ids), stride=16)
     assert shapes == [(2, 16), (1, 5)]  # bounded memory
     assert "scoring:   0%|          | 0/2" in sys.stderr.getvalue()
     assert loss == pytest.approx(sum(losses) / 37, rel=1e-5)
     with pytest.raises(ValueError, match="2 tokens or more, but 'Once' has 1"):
         text_loss(model, "Once")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize(("stride", "n_ids"), [(None, 38), (None, 41), (5, 38), (1, 30), (8, 12)])
+def test_text_loss_predicts_each_token_from_the_tokens_before_it(stride, n_ids, tmp_path):
+    """After the first window, from at least 16 - stride + 1 tokens; half of 16 by default."""
+    model, ids = (
+        random_model(TINY),
+        gpt2_encoding().encode_ordinary("A café in Paris. " * 9)[:n_ids],
+    )
+    expected, start = [], 0
+    for place in range(1, n_ids):
+        if place - start > 16:  # the next window
+            start += stride or 8
+        logits = model(torch.tensor([ids[start:place]])).logits[0, -1]
+        expected.append(F.cross_entropy(logits, torch.tensor(ids[place])).item())
+    text, found = gpt2_encoding().decode(ids), []
+    loss = text_loss(model, text, on_losses=found.extend, stride=stride)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    with pytest.raises(UserError, match="--stride 17 is above the context: use at most 16"):
+        text_loss(model, text, stride=17)
 
 
 def test_config_names_all_problems():
@@ -377,6 +401,8 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys, monkeypatch):
     bits = loss * (len(ids) - 1) / math.log(2) / (len(text.encode()) - len("Once"))
     expected = f"{loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids)} tokens"
     assert run_main(f"--score={tmp_path}/text") == f"{tmp_path}/text: {expected}\n"
+    assert run_main(f"--score={tmp_path}/text", "--stride=8") == f"{tmp_path}/text: {expected}\n"
+    assert run_main(f"--score={tmp_path}/text", "--stride=3") != f"{tmp_path}/text: {expected}\n"
     (tmp_path / "latin").write_bytes(b"caf\xe9 au")
     with pytest.raises(ValueError, match=r"--score .*latin: .*can't decode .* position 3"):
         run_main(f"--score={tmp_path}/latin")
@@ -414,3 +440,66 @@ def test_main_says_that_a_model_was_trained_on_the_text_that_it_scores(
     assert run_main(f"--model={tmp_path}/run", f"--score={text}").startswith(f"{text}: ")
     note = f"note: the model was trained on {text}: new texts may score worse\n"
     assert sys.stderr.getvalue() == (note if change in ("none", "renamed") else "")
+
+
+# --- copies -----------------------------------------------------------------------------------
+
+
+def test_main_prints_how_much_of_the_samples_is_copied(run_main, tmp_path):
+    """Of the first of two samples, and the end of the prompt, the text has 48 tokens."""
+    config = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8)
+    torch.manual_seed(0)
+    model, prompt = GPT(config).eval(), "Once upon a time"
+    options = {"max_new_tokens": 60, "temperature": 1.0, "top_k": 50}
+    rows = sample_rows(model, prompt, 2, 1337, **options)
+    random_ids = torch.randint(0, 50_000, (500,)).tolist()
+    text = [*random_ids, *rows[0][2:50], *random_ids[::-1]]
+    save_run_with_text(tmp_path / "run", tmp_path / "data", text, model)
+    flags = [f"--model={tmp_path}/run", f"--prompt={prompt}", "--num-samples=2", "--temperature=1"]
+    flags += ["--max-new-tokens=60", "--copies"]
+    printed = run_main(*flags)
+    n_sampled = len(rows[0]) + len(rows[1]) - 8
+    share = (
+        f"{100 * 46 / n_sampled:.1f} % of {n_sampled} sampled tokens are in passages of 32 tokens"
+    )
+    _, copied = printed.split("copied: ")
+    assert copied.startswith(share)
+    assert "longest: 46 tokens, in the training text:\n" in copied
+    assert f">>>{gpt2_encoding().decode(rows[0][4:50])}<<<" in copied
+    np.save(tmp_path / "data/train_000000.npy", np.array(random_ids, np.uint16))
+    with pytest.raises(UserError, match=r"data in .*data changed since the run began: restore it"):
+        run_main(*flags)
+    with pytest.raises(UserError, match="only a run's training text is known: use a run"):
+        run_main("--copies")
+
+
+def train_on(windows, steps):
+    """A model of 512 ids, trained on (N, 65) tokens in order, 16 windows per step."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(64, vocab_size=512, n_layer=2, n_head=2, n_embd=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    for step in range(steps):
+        batch = windows[(torch.arange(16) + 16 * step) % len(windows)]
+        model(batch[:, :-1], batch[:, 1:]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_tokens", "passes"), [(5_200, 200), (520_000, 1)])
+def test_a_model_that_memorized_its_text_copies_and_one_that_read_it_once_does_not(
+    tmp_path, n_tokens, passes
+):
+    """About 20 kB, if a token has four bytes: each id is followed by one of four."""
+    rng = np.random.default_rng(0)
+    successors, ids = rng.integers(0, 500, (500, 4)), [0]
+    for choice in rng.integers(0, 4, n_tokens - 1):
+        ids.append(int(successors[ids[-1], choice]))
+    windows = torch.tensor(ids).unfold(0, 65, 65)
+    model = train_on(windows, passes * len(windows) // 16)
+    np.save(tmp_path / "train.npy", np.array(ids, np.uint16))
+    prompts = windows[:: len(windows) // 8, :8]
+    rows = generate_tokens(model, prompts, 56, top_k=50, generator=torch.Generator().manual_seed(0))
+    copied, _ = find_copies(rows, 8, open_shards(tmp_path, "train"))
+    assert copied >= 0.8 if passes == 200 else copied <= 0.02

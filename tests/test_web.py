@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from checkpoints import save_run_with_text
 from conftest import ROOT, TINY_RUN
 from run_files import append_records
 
@@ -20,7 +21,9 @@ import web
 from formats.huggingface import save_pretrained
 from formats.load import load_model
 from generation import text_loss
-from sample import describe_loss, generate
+from model import GPT, GPTConfig
+from sample import describe_loss, generate, sample_rows
+from tokenizer import gpt2_encoding
 
 HOSTILE = (
     "<script>alert('x')</script><img src=x onerror=alert(1)> 🙂 " + "naïve words & more " * 525
@@ -232,6 +235,44 @@ def test_page_stops_and_moves_through_checkpoints(run_dir, tmp_path, page):
         page.wait_for_function(
             "text => document.querySelector('.text').textContent === text", arg=texts[1]
         )
+
+
+@pytest.mark.slow
+def test_page_marks_copied_tokens_and_shows_their_place(tmp_path, page, monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8)).eval()
+    row = sample_rows(model, "Once", 1, 1337, max_new_tokens=60, top_k=50)[0]
+    words = gpt2_encoding().encode_ordinary(" one two three <b>four</b> five six seven")
+    save_run_with_text(tmp_path / "run", tmp_path / "data", [*words, *row[10:50], *words], model)
+    with serving(tmp_path / "run") as server:
+        page.goto(address(server))
+        page.fill("#prompt", "Once")
+        set_number(page, "max_new_tokens", "60")
+        page.get_by_role("button", name="Continue").click()
+        share = f"{100 * 40 / (len(row) - 1):.1f} %"
+        wait_for(page, f"done: {len(row) - 1} tokens, {share} of them copied")
+        marked = "".join(page.locator(".token.copied").all_text_contents())
+        assert gpt2_encoding().decode(row[12:48]) in marked
+        page.locator(".token.copied").nth(20).hover()
+        quote = page.locator("#likeliest .quote")
+        quote.wait_for()
+        shown = quote.text_content()
+        assert shown.startswith(
+            "In the training text: …  one two three <b>four</b> five six seven".replace(
+                "  one", " one"
+            )
+        )
+        assert page.locator("#likeliest mark").text_content() == gpt2_encoding().decode(row[10:50])
+        assert page.locator("#likeliest b").count() == 0
+        if folder := os.environ.get("SCREENSHOTS"):
+            page.screenshot(path=f"{folder}/copies.png")
+        page.keyboard.press("Escape")
+        page.locator(".token").nth(2).hover()
+        quote.wait_for(state="detached")
+        monkeypatch.setattr(web, "MAX_SEARCHED_TOKENS", 10)
+        page.get_by_role("button", name="Continue").click()
+        wait_for(page, "copies are unknown: the training text is long: add --copies to sample.py")
+        assert page.locator(".token.copied").count() == 0
 
 
 def post(server, path, body=b"{}", **headers):

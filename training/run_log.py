@@ -73,7 +73,7 @@ class RunLog:
         if self._file is not None:
             self._file.close()
 
-    def start(self, data_fingerprint: str, val_fingerprint: str) -> None:
+    def start(self, data_fingerprint: str, val_fingerprint: str, micro_batch_size: int) -> None:
         """Print how to follow the run; record where it resumes, the machine and the data."""
         path = shell_line(self.run_dir)
         print0(f"run folder  {path}")
@@ -85,8 +85,14 @@ class RunLog:
         dtype = str(self.device.dtype).removeprefix("torch.")
         device = f"{self.device.dist_info.world_size} x {self.device.name}, {dtype}"
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        fingerprints = {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
-        self.record(environment=f"{device}, {versions}", **fingerprints)
+        threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+        self.record(
+            environment=f"{device}, {versions}",
+            cpu=threads,
+            micro_batch_size=micro_batch_size,
+            data_fingerprint=data_fingerprint,
+            val_fingerprint=val_fingerprint,
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -150,7 +150,8 @@ class Trainer:
             stack.enter_context(self.run_log)
             stack.enter_context(self.writer)  # exits before the log, in which it writes
             self.writer.check(self.contents())
-            self.run_log.start(run.train_shards.fingerprint, run.val_fingerprint)
+            fingerprints = run.train_shards.fingerprint, run.val_fingerprint
+            self.run_log.start(*fingerprints, run.micro_batch_size)
             stack.callback(gc.unfreeze)  # `_after_first_step` calls gc.freeze()
             stack.enter_context(self.batches)
             self._stack = stack.pop_all()
