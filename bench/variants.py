@@ -309,10 +309,8 @@ def copy_code(
             try:
                 apply("--reverse", "--check", "-C0")  # changes may stand beside the patch's lines
             except UserError:
-                place = (
-                    f"{source}: apply it, then repeat your edit" if source else "the last commit"
-                )
-                raise UserError(f"{patch} does not apply to {place} ({error})") from None
+                code = f"{source}: apply it, then repeat your edit" if source else "the last commit"
+                raise UserError(f"{patch} does not apply to {code} ({error})") from None
     run("checkout-index", "--all", f"--prefix={target}/")
     for link in filter(Path.is_symlink, target.rglob("*")):
         if not link.exists():

@@ -27,7 +27,8 @@ from hellaswag import HellaSwagConfig
 from model import GPT2_SIZES
 from plot import PlotConfig
 from read_step import ReadStepConfig
-from runtime.cli import POSITIONAL, _field_docstrings, parse_flags, read_flags
+from replay import ReplayConfig
+from runtime.cli import POSITIONAL, _field_docstrings, flag_of, parse_flags, read_flags
 from sample import SampleConfig
 from train_plain import PlainConfig
 from training.config import TrainConfig
@@ -44,6 +45,7 @@ PROGRAMS = {  # the class of its flags, and the flags that name what it reads
     "hellaswag.py": (HellaSwagConfig, "model data"),
     "plot.py": (PlotConfig, "runs"),
     "read_step.py": (ReadStepConfig, "runs model data_dir"),
+    "replay.py": (ReplayConfig, "runs"),
     "sample.py": (SampleConfig, "model compare_to score"),
     "train_gpt2.py": (TrainConfig, "config init_from resume hellaswag_data"),
     "train_plain.py": (PlainConfig, "data_dir"),
@@ -355,9 +357,9 @@ def flags_of(config_class):
             default = " ".join(default)
         elif default is None or default is MISSING:
             default = ""
-        name = field.name.upper() if field.metadata == POSITIONAL else f"--{field.name}"
+        name = field.name.upper() if field.metadata == POSITIONAL else flag_of(field.name)
         meaning = docstrings[field.name].replace("|", r"\|")
-        yield f"| `{name.replace('_', '-')}` | {default} | {meaning} |"
+        yield f"| `{name}` | {default} | {meaning} |"
 
 
 PAGES = {ROOT / "edits/README.md": edits_page, ROOT / "docs/flags.md": flags_page}
