@@ -60,7 +60,7 @@ def table(ledger: Mapping[str, Any]) -> list[str]:
 
 
 def list_trials() -> Iterator[str]:
-    """Yield the lines of all ledgers; without trials of one's own, those of the committed one."""
+    """Yield the lines of all ledgers or, if there are no trials here, of the committed one."""
     for folder in sorted(path for path in TRIALS.glob("*") if path.is_dir()) or [COMMITTED]:
         if not (ledger := read(folder)):
             yield f"{folder}: not read, because an earlier version made it"
