@@ -22,7 +22,7 @@ EVALUATED = ("--block-size=64", "--sample-every=4", "--hellaswag-every=4")
 EVALUATED += (f"--hellaswag-data={HELLASWAG}",)
 UNCHANGED = ("--max-lr=1e-9", "--min-lr=0", "--max-steps=1")  # a run that keeps its first weights
 ON_CPU = ("--device=cpu", "--dtype=float32")
-EDITS = sorted(path.stem for path in (ROOT / "edits").iterdir())
+EDITS = sorted(path.stem for path in (ROOT / "edits").glob("*.patch"))
 
 
 def git(folder, *args):
