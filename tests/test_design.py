@@ -383,7 +383,8 @@ def test_a_killed_design_of_a_real_model_continues_and_confirms_the_best(
     trial.main()
     shown = capsys.readouterr().out
     assert all(path.read_bytes() == content for path, content in done.items())
-    assert f"runs to do: {24 - len(done)}," in shown
+    # Runs that were being made when the trial was killed may have ended since.
+    assert int(re.search(r"design: runs to do: (\d+),", shown)[1]) <= 24 - len(done)
     assert len([*(tmp_path / "runs").rglob("factors-*/metrics.jsonl")]) == 16
     assert re.search(r"\nmax_lr, 0\.0006 → 0\.018: -\d\S* ± \d\S*\n", shown)
     assert re.search(r"\npredicted best combination: base --max-lr=0\.018 --min-lr=\S+.*: -", shown)
