@@ -58,10 +58,13 @@ SHELL = ("cd", "source", "pip", "sbatch", "launch()", *OTHERS)
 WORDS = re.compile(r"auto|worktree|base|stdlib|fineweb(-edu)?|transformers|[A-Z]+/[A-Z]+|.*[…$].*")
 
 
+BLOCK = re.compile(r"```.*?```", re.DOTALL)
+
+
 def commands_of(text):
     """Return the words of each command in a document: in its blocks, then in its lines."""
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\n", " ")
+    lines = BLOCK.sub("", text).replace("\n", " ")
     blocks += re.findall(r"`((?:(?:python|torchrun) [^`]*\.py|git checkout|hf auth)[^`]*)`", lines)
     commands = [[]]
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
@@ -277,7 +280,8 @@ def test_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     start = partial(subprocess.Popen, cwd=clone, text=True, env=os.environ | {"PATH": path})
     stdlib = ["python", "fineweb.py", "--source=stdlib", "--max-tokens=200k"]
-    for words in [stdlib, *commands_of((ROOT / "README.md").read_text(encoding="utf-8"))]:
+    blocks = "\n".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    for words in [stdlib, *commands_of(blocks)]:
         name = words[2] if words[1:2] in (["-m"], ["-c"]) else words[1]
         if words == stdlib or (
             words[0] == "python" and name in SMALLER and words[1:] != ["demo.py"]
