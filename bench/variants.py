@@ -309,8 +309,9 @@ def copy_code(
             try:
                 apply("--reverse", "--check", "-C0")  # changes may stand beside the patch's lines
             except UserError:
-                code = f"{source}: apply it, then repeat your edit" if source else "the last commit"
-                raise UserError(f"{patch} does not apply to {code} ({error})") from None
+                fix = ": apply it there, then repeat your edit" if source else ""
+                code = source or "the last commit"
+                raise UserError(f"{patch} does not apply to {code}: {error}{fix}") from None
     run("checkout-index", "--all", f"--prefix={target}/")
     for link in filter(Path.is_symlink, target.rglob("*")):
         if not link.exists():

@@ -741,7 +741,7 @@ def test_worktree_has_the_patches_of_the_base_once(flags, checkout, tmp_path):
     text = (checkout / "model.py").read_text()
     (checkout / "model.py").write_text(text.replace(idea[0], idea[1] + idea[0]))
     with pytest.raises(
-        ValueError, match=r"modern\.patch does not apply to .*checkout: apply it, th"
+        ValueError, match=r"modern\.patch does not apply to .*: apply it there, then"
     ):
         built("beside")
     (checkout / "model.py").write_text(text)

@@ -75,8 +75,10 @@ def test_20_steps_equal_those_of_a_model_with_all_rows(data, tmp_path, optimizer
 
 
 @pytest.mark.gpt2
-def test_20_steps_in_float32_and_chunks_equal_those_of_a_model_with_all_rows(data, tmp_path):
-    check_20_steps(data, tmp_path, 2e-5, 1e-2, grad_clip=0.5, loss_chunks=3)
+def test_20_steps_with_the_loss_in_chunks_equal_those_of_a_model_with_all_rows(
+    data, tmp_path, double
+):
+    check_20_steps(data, tmp_path, 1e-6, 1e-6, grad_clip=0.5, loss_chunks=3)
 
 
 def check_20_steps(data, tmp_path, tolerance, relative, **settings):
