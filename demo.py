@@ -141,7 +141,7 @@ def describe_memory(run_dir: Path, val_loss: float | None) -> str:
     loss = sum(losses) / len(losses)
     learned = f"training text    {loss:.2f} nats per token"
     if val_loss is not None:
-        learned += f" on as many tokens: {val_loss - loss:.2f} less, learned by heart"
+        learned += f" on as many tokens; learned by heart: {val_loss - loss:+.2f}"
     rows = sample_rows(model, "", NUM_SAMPLES, seed=1337, dtype=dtype)
     copied = describe_copies(rows, "", train).splitlines()[0].removeprefix("copied: ")
     return f"{learned}\ncopied           {copied}"
