@@ -17,7 +17,7 @@ from corpus.shards import Manifest, verify_shards
 from formats.checkpoint import complete_checkpoints, read_state
 from formats.code_hashes import code_hashes
 from formats.load import RUN_CONFIG_NAME
-from formats.metrics import METRICS_NAME, find_run, read_lines
+from formats.metrics import METRICS_NAME, find_run, read_lines, read_run
 from runtime.cli import POSITIONAL, PathOrName, as_flags, check_settings, parse_flags, run_command
 from runtime.errors import UserError
 from runtime.files import read_json
@@ -53,6 +53,7 @@ def main() -> None:
 
 def replay(run_dir: Path, after: int | None, n_steps: int) -> bool:
     """Make the steps after `after` again; print whether they are the same, and return it."""
+    read_run(run_dir)  # raises if it is no run, or has no losses
     logged = read_steps(run_dir)
     last = max(logged, default=0)
     if last <= (after or 0):

@@ -65,6 +65,10 @@ def test_replay_is_the_same_from_a_checkpoint_or_the_beginning(commands, made, t
     code, lines = replay(commands, tmp_path, "--from=8")
     assert code == 2
     assert "has no steps after step 8: use a smaller --from" in lines[-1]
+    shutil.rmtree(tmp_path / "runs")
+    code, lines = replay(commands, tmp_path)
+    assert code == 2
+    assert "metrics.jsonl does not exist: pass a run folder" in lines[-1]
 
 
 def test_replay_finds_and_names_edited_code(made, tmp_path):
